@@ -1,0 +1,32 @@
+"""shoal trains one PyTorch model on many workers, while workers come and go."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shoal.sync.allreduce import AllReduce
+    from shoal.sync.independent import Independent
+    from shoal.train.schedules import LinearScaling, SqrtScaling
+    from shoal.train.worker import Worker, run
+
+__version__ = "0.1.0"
+
+# Loaded on first use: the command line must not pay for the import of torch.
+_HOMES = {
+    "AllReduce": "shoal.sync.allreduce",
+    "Independent": "shoal.sync.independent",
+    "LinearScaling": "shoal.train.schedules",
+    "SqrtScaling": "shoal.train.schedules",
+    "Worker": "shoal.train.worker",
+    "run": "shoal.train.worker",
+}
+
+__all__ = ["AllReduce", "Independent", "LinearScaling", "SqrtScaling", "Worker", "run"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'shoal' has no attribute {name!r}")

@@ -1,0 +1,90 @@
+"""Every error a user can meet, as one tree.
+
+ShoalError                      what shoal raises
+├── UserMistake                 the command line prints it as one line and exits with 2
+│   ├── SettingsContradict      two settings cannot both hold, or one is out of range
+│   ├── ScriptFailed            the user's script is missing, does not import, or raised
+│   ├── ModelUnusable           no parameters, or of a kind that cannot be shared
+│   ├── OptimizerUnusable       over other parameters than the model's, or cannot be split
+│   ├── DataUnusable            more workers than samples, a batch larger than the data
+│   ├── WorkersDiffer           models, data or hyperparameters differ between workers
+│   ├── LossNotFinite           a loss is NaN or infinite and the policy is to stop
+│   ├── OutOfSharedMemory       the arena does not fit
+│   ├── RunDirUnusable          not a run directory, or another job's
+│   ├── JobNotFound             no job of that name answers
+│   └── TokenRefused            the token is missing or not the job's
+├── MembershipTooSmall          the job cannot go on with the workers it has
+├── RestartBudgetSpent          workers died more often than the budget allows
+├── CoordinatorLost             the coordinator does not answer within the budget
+└── Changed                     internal: the generation changed, the step comes again
+"""
+
+from __future__ import annotations
+
+
+class ShoalError(Exception):
+    """The root: catch it to catch whatever shoal raises."""
+
+
+class UserMistake(ShoalError):
+    """Something the user can put right; its text says what, where and what next."""
+
+
+class SettingsContradict(UserMistake):
+    pass
+
+
+class ScriptFailed(UserMistake):
+    pass
+
+
+class ModelUnusable(UserMistake):
+    pass
+
+
+class OptimizerUnusable(UserMistake):
+    pass
+
+
+class DataUnusable(UserMistake):
+    pass
+
+
+class WorkersDiffer(UserMistake):
+    pass
+
+
+class LossNotFinite(UserMistake):
+    pass
+
+
+class OutOfSharedMemory(UserMistake):
+    pass
+
+
+class RunDirUnusable(UserMistake):
+    pass
+
+
+class JobNotFound(UserMistake):
+    pass
+
+
+class TokenRefused(UserMistake):
+    pass
+
+
+class MembershipTooSmall(ShoalError):
+    pass
+
+
+class RestartBudgetSpent(ShoalError):
+    pass
+
+
+class CoordinatorLost(ShoalError):
+    pass
+
+
+class Changed(ShoalError):
+    """The generation a wait belonged to is over. Never leaves `Worker.step`."""

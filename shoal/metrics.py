@@ -1,0 +1,59 @@
+"""What happened: named points of a step (where faults can be injected) and the event log of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# In the order a step passes them. `park` and `join` belong to a change of generation.
+POINTS = (
+    "join",  # connected, not yet a member
+    "park",  # a generation ended for this worker, the next has not begun
+    "forward",  # a batch is about to be handed to the user's loop
+    "backward",  # between two gradients
+    "lane",  # all gradients are in the lane, the ready word is not written
+    "ready",  # the ready word is written, the neighbors' are awaited
+    "reduce",  # in the middle of reducing this worker's slice
+    "optimizer",  # in the middle of stepping this worker's slice
+    "before_done",  # the slice is stepped, the done word is not written
+    "after_done",  # the done word is written, the neighbors' are awaited
+    "before_commit",  # every done word was seen, the commit word is not written
+    "after_commit",  # the commit word is written, this worker has not moved on
+)
+
+_hook: Callable[[str], None] | None = None
+
+
+def arm(hook: Callable[[str], None] | None) -> None:
+    """Call `hook` with the point's name at every fault point of this process; None disarms."""
+    global _hook
+    _hook = hook
+
+
+def fault_point(name: str) -> None:
+    if _hook is not None:
+        _hook(name)
+
+
+class EventLog:
+    """Appends one JSON object a line; a line is one write, so a reader never sees half of one."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+    def write(self, time_s: float, kind: str, **fields: Any) -> None:
+        os.write(self._fd, (json.dumps({"time": round(time_s, 6), "event": kind, **fields}) + "\n").encode())
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """The whole events of the log; a line that is being written is left out."""
+    if not path.exists():
+        return []
+    lines = path.read_text().split("\n")[:-1]
+    return [json.loads(line) for line in lines]
