@@ -1,0 +1,262 @@
+"""Workers on this machine: forked by the fork server, watched by pidfd, with the host's shared memory held here."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shoal import errors
+from shoal.launch.forkserver import PACKET_BYTES, ForkServer, Request
+from shoal.launch.launcher import Evidence, Exit, Failure, Launcher
+from shoal.sync.memory import create
+
+# A death is told at once; how it came about is worth this short a wait for the fork server's word.
+_STATUS_WAIT_S = 0.05
+_KILL_WAIT_S = 10.0
+
+
+class HostMemory:
+    """The shared memory of a job on this host, by name. It lives as long as the launcher holds it, and no longer."""
+
+    def __init__(self, limit_bytes: int | None) -> None:
+        self._limit_bytes = limit_bytes
+        self._regions: dict[str, tuple[int, asyncio.Future[int]]] = {}
+
+    async def open(self, name: str, size_bytes: int) -> int:
+        """The descriptor of that name; the first who asks makes it. Fails with OutOfSharedMemory, or with
+        WorkersDiffer if it was made with another size."""
+        if name not in self._regions:
+            free_bytes = None
+            if self._limit_bytes is not None:
+                free_bytes = self._limit_bytes - sum(size for size, _ in self._regions.values())
+            # In a thread: to zero gigabytes takes seconds, and a death in that time must be told at once.
+            making = asyncio.ensure_future(asyncio.to_thread(create, name, size_bytes, free_bytes))
+            self._regions[name] = size_bytes, making
+        existing_bytes, made = self._regions[name]
+        if existing_bytes != size_bytes:
+            raise errors.WorkersDiffer(
+                f"{name} of this host has {existing_bytes:,} bytes, another worker wants {size_bytes:,}: "
+                f"every worker must build the same model and optimizer"
+            )
+        try:
+            return await asyncio.shield(made)
+        except errors.OutOfSharedMemory:
+            self._regions.pop(name, None)
+            raise
+
+    async def close(self) -> None:
+        for _, made in self._regions.values():
+            with contextlib.suppress(errors.OutOfSharedMemory):
+                os.close(await made)
+        self._regions.clear()
+
+
+@dataclass
+class _Worker:
+    worker_id: str
+    pid: int
+    pidfd: int
+    channel: socket.socket
+    place: int
+    dead: asyncio.Event = field(default_factory=asyncio.Event)
+    exit: Exit | None = None
+
+    @property
+    def gone(self) -> bool:
+        return self.dead.is_set() or bool(select.select([self.pidfd], [], [], 0)[0])
+
+
+class LocalLauncher(Launcher):
+    """Workers of one machine. `threads` is each worker's number of torch threads (0: torch's choice); with `pin` a
+    worker runs on that many cores of its own, as long as there are enough."""
+
+    def __init__(
+        self,
+        script: Path,
+        args: Sequence[str],
+        logs: Path,
+        env: Mapping[str, str],
+        *,
+        threads: int,
+        pin: bool,
+        memory_limit_bytes: int | None,
+        on_exit: Callable[[Exit], None],
+        on_failure: Callable[[Failure], None],
+        on_lost: Callable[[errors.ShoalError], None],
+    ) -> None:
+        super().__init__(on_exit, on_failure, on_lost)
+        self._script, self._args, self._logs, self._env = script, tuple(args), logs, dict(env)
+        self._threads, self._pin = threads, pin
+        self._memory = HostMemory(memory_limit_bytes)
+        self._workers: dict[str, _Worker] = {}
+        self._starting: set[int] = set()  # places
+        self._answers: set[asyncio.Task[None]] = set()
+        self._early: dict[str, Exit] = {}  # reaped before the reply to its start was handled
+        self._server: ForkServer | None = None
+
+    async def open(self) -> None:
+        log = self._logs / "forkserver.log"
+        self._server = ForkServer(log, self._on_reaped, lambda reason: self.on_lost(errors.ShoalError(reason)))
+        await self._server.ready()
+
+    async def start(self, worker_id: str) -> int:
+        assert self._server is not None, "open() comes first"
+        place = next(n for n in range(1 << 30) if n not in self._places())
+        self._starting.add(place)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        request = Request(
+            worker_id=worker_id,
+            script=str(self._script),
+            args=self._args,
+            env={**self._env, "SHOAL_WORKER_ID": worker_id, "SHOAL_THREADS": str(self._threads)},
+            log=str(self._logs / f"{worker_id}.log"),
+            threads=self._threads,
+            cpus=self._cpus(place),
+        )
+        try:
+            with theirs:
+                pid, pidfd = await self._server.fork(request, theirs)
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            self._starting.discard(place)
+        ours.setblocking(False)
+        self._workers[worker_id] = worker = _Worker(worker_id, pid, pidfd, ours, place)
+        worker.exit = self._early.pop(worker_id, None)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(ours, self._read, worker)
+        loop.add_reader(pidfd, self._on_dead, worker)
+        return pid
+
+    def signal(self, worker_id: str, signum: int) -> None:
+        worker = self._workers.get(worker_id)
+        if worker is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(worker.pidfd, signum)
+
+    async def fence(self, worker_id: str) -> None:
+        worker = self._workers.get(worker_id)
+        if worker is not None:
+            self.signal(worker_id, signal.SIGKILL)
+            await worker.dead.wait()
+
+    def evidence(self, worker_id: str) -> Evidence | None:
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            return None
+        try:
+            stat = Path(f"/proc/{worker.pid}/stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return None
+        if worker.gone:  # only now is it certain that what was read was this process and not a later one
+            return None
+        fields = stat.rpartition(")")[2].split()
+        cpu_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return Evidence(worker_id, cpu_s, stopped=fields[0] in "Tt")
+
+    async def stop(self, grace_s: float) -> None:
+        workers = list(self._workers.values())
+        for worker in workers:
+            self.signal(worker.worker_id, signal.SIGTERM)
+        await self._all_dead(workers, grace_s)
+        for worker in workers:
+            self.signal(worker.worker_id, signal.SIGKILL)
+        await self._all_dead(workers, _KILL_WAIT_S)
+
+    async def close(self) -> None:
+        workers = list(self._workers.values())
+        for worker in workers:
+            self.signal(worker.worker_id, signal.SIGKILL)
+        await self._all_dead(workers, _KILL_WAIT_S)
+        if self._server is not None:
+            self._server.close()
+        for answer in self._answers:
+            answer.cancel()
+        await self._memory.close()
+
+    async def _all_dead(self, workers: Sequence[_Worker], timeout_s: float) -> None:
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*(worker.dead.wait() for worker in workers)), timeout_s)
+
+    # ---- where a worker runs
+
+    def _places(self) -> set[int]:
+        return {worker.place for worker in self._workers.values()} | self._starting
+
+    def _cpus(self, place: int) -> tuple[int, ...]:
+        """The cores of the place-th worker; none, which leaves it unpinned, when the cores do not suffice."""
+        if not self._pin:
+            return ()
+        cores, each = sorted(os.sched_getaffinity(0)), max(1, self._threads)
+        return tuple(cores[place * each : (place + 1) * each]) if (place + 1) * each <= len(cores) else ()
+
+    # ---- how it ends
+
+    def _on_reaped(self, exit: Exit) -> None:
+        worker = self._workers.get(exit.worker_id)
+        if worker is None:
+            self._early[exit.worker_id] = exit
+            return
+        worker.exit = exit
+        self._on_dead(worker)
+
+    def _on_dead(self, worker: _Worker) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(worker.pidfd)
+        if worker.exit is not None:
+            self._bury(worker)
+        else:
+            loop.call_later(_STATUS_WAIT_S, self._bury, worker)
+
+    def _bury(self, worker: _Worker) -> None:
+        if worker.dead.is_set():
+            return
+        self._read(worker)  # its last words
+        asyncio.get_running_loop().remove_reader(worker.channel)
+        worker.dead.set()
+        del self._workers[worker.worker_id]
+        worker.channel.close()
+        os.close(worker.pidfd)
+        self.on_exit(worker.exit or Exit(worker.worker_id))
+
+    # ---- what it asks for
+
+    def _read(self, worker: _Worker) -> None:
+        while True:
+            try:
+                data = worker.channel.recv(PACKET_BYTES)
+            except BlockingIOError:
+                return
+            except ConnectionError:
+                data = b""
+            if not data:
+                asyncio.get_running_loop().remove_reader(worker.channel)
+                return
+            packet = json.loads(data)
+            if "memory" in packet:
+                answer = asyncio.ensure_future(self._give_memory(worker, packet["memory"], packet["bytes"]))
+                self._answers.add(answer)
+                answer.add_done_callback(self._answers.discard)
+            elif "error" in packet:
+                self.on_failure(Failure(worker.worker_id, packet["error"], packet["message"], packet.get("traceback")))
+
+    async def _give_memory(self, worker: _Worker, name: str, size_bytes: int) -> None:
+        reply: dict[str, Any] = {"bytes": size_bytes}
+        fds: list[int] = []
+        try:
+            fds = [await self._memory.open(name, size_bytes)]
+        except errors.UserMistake as mistake:
+            reply = {"error": type(mistake).__name__, "message": str(mistake)}
+        with contextlib.suppress(ConnectionError):  # it died meanwhile
+            if not worker.dead.is_set():
+                socket.send_fds(worker.channel, [json.dumps(reply).encode()], fds)

@@ -1,0 +1,87 @@
+"""Lost workers are replaced: at once if they were healthy, ever later if they die young, and not for ever."""
+
+from __future__ import annotations
+
+from shoal import errors
+from shoal.launch.launcher import Exit, Failure, GiveUp, Relaunch, Start, default_restarts
+
+
+def fail(state: Relaunch, worker_id: str, lived_s: float, now: float) -> tuple[Relaunch, Start | GiveUp]:
+    state, decisions = state.on_start(worker_id, now - lived_s).on_exit(worker_id, clean=False, now=now)
+    (decision,) = decisions
+    return state, decision
+
+
+def test_worker_that_left_cleanly_is_not_replaced():
+    state, decisions = Relaunch().on_start("w0", 0.0).on_exit("w0", clean=True, now=1.0)
+    assert decisions == []
+    assert state == Relaunch()
+
+
+def test_healthy_worker_is_replaced_at_once():
+    _, decision = fail(Relaunch(), "w0", lived_s=100.0, now=100.0)
+    assert decision == Start(0.0)
+
+
+def test_delay_doubles_with_each_worker_that_dies_young_up_to_a_longest():
+    state, delays = Relaunch(restarts=100, first_delay_s=1.0, longest_delay_s=5.0), []
+    for number in range(5):
+        state, decision = fail(state, f"w{number}", lived_s=1.0, now=10.0 + number)
+        assert isinstance(decision, Start)
+        delays.append(decision.delay_s)
+    assert delays == [1.0, 2.0, 4.0, 5.0, 5.0]
+
+
+def test_delay_starts_anew_after_a_worker_has_lived_long_enough():
+    state, _ = fail(Relaunch(first_delay_s=1.0), "w0", lived_s=1.0, now=10.0)
+    state, _ = fail(state, "w1", lived_s=1.0, now=12.0)
+    state, healthy = fail(state, "w2", lived_s=10.0, now=30.0)
+    state, young = fail(state, "w3", lived_s=1.0, now=40.0)
+    assert (healthy, young) == (Start(0.0), Start(1.0))
+
+
+def test_one_failure_more_than_the_budget_within_the_window_gives_up_and_says_the_numbers():
+    state = Relaunch(restarts=3, window_s=60.0)
+    for number in range(3):
+        state, decision = fail(state, f"w{number}", lived_s=1.0, now=10.0 * number)
+        assert isinstance(decision, Start)
+    state, decision = fail(state, "w3", lived_s=1.0, now=30.0)
+    assert isinstance(decision, GiveUp)
+    assert "4 workers failed within 60 s, the budget is 3" in decision.reason
+
+
+def test_failures_older_than_the_window_are_forgiven():
+    state = Relaunch(restarts=2, window_s=60.0)
+    for number in range(20):
+        state, decision = fail(state, f"w{number}", lived_s=1.0, now=31.0 * number)
+        assert isinstance(decision, Start)
+    assert len(state.failed_at) == 2
+
+
+def test_budget_of_none_gives_up_at_the_first_failure():
+    _, decision = fail(Relaunch(restarts=0), "w0", lived_s=1000.0, now=1000.0)
+    assert isinstance(decision, GiveUp)
+
+
+def test_only_live_workers_are_remembered():
+    state = Relaunch(restarts=10_000, window_s=5.0)
+    for number in range(1000):
+        state, _ = fail(state, f"w{number}", lived_s=1.0, now=float(number))
+    assert state.started_at == {}
+    assert len(state.failed_at) <= 5
+
+
+def test_default_budget_grows_with_the_job():
+    assert [default_restarts(target) for target in (1, 4, 64)] == [10, 12, 192]
+
+
+def test_exit_says_how():
+    assert [str(Exit("w0", 1)), str(Exit("w0", signal=9)), str(Exit("w0"))] == ["exit status 1", "signal 9", "lost"]
+
+
+def test_failure_becomes_the_named_error_or_a_failed_script():
+    assert isinstance(Failure("w0", "ModelUnusable", "no parameters").as_error(), errors.ModelUnusable)
+    for kind in ("ValueError", "annotations", "__name__"):
+        error = Failure("w0", kind, "text").as_error()
+        assert isinstance(error, errors.ScriptFailed)
+        assert str(error) == f"{kind}: text"
