@@ -1,0 +1,296 @@
+"""Proof from the other side that every sample was trained exactly once.
+
+Each worker records what it really fed to a step before it says that it is done with the step, so every member of a
+committed step has a record. The audit compares the records with the order that the ledger promised.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shoal.data.ledger import Ids, Pass
+from shoal.errors import WorkersDiffer
+
+# generation, pass, epoch, skipped, seq, step_lo, step_hi, lo, hi, digest
+_RECORD = struct.Struct("<IIIIQQQQQQ")
+_DTYPE = np.dtype(
+    [
+        ("generation", "<u4"),
+        ("pass_index", "<u4"),
+        ("epoch", "<u4"),
+        ("skipped", "<u4"),
+        # Signed here and not in the file, so that differences can be taken; positions never reach 2⁶³.
+        ("seq", "<i8"),
+        ("step_lo", "<i8"),
+        ("step_hi", "<i8"),
+        ("lo", "<i8"),
+        ("hi", "<i8"),
+        ("digest", "<u8"),
+    ]
+)
+_TABLE = np.dtype([*_DTYPE.descr, ("worker", object)])
+_LINES_SHOWN = 20
+
+Records = npt.NDArray[np.void]
+
+
+def digest(ids: Sequence[Ids]) -> int:
+    """One number for the ids of a share in the order they were fed, however they were cut in micro-batches."""
+    hashed = hashlib.blake2b(digest_size=8)
+    for part in ids:
+        hashed.update(np.ascontiguousarray(part, dtype="<i8").data)
+    return int.from_bytes(hashed.digest(), "little")
+
+
+class AuditWriter:
+    """Appends what one worker fed, one record a step. OSError when a record cannot be written whole."""
+
+    def __init__(self, directory: Path, worker_id: str) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._path = directory / f"{worker_id}.bin"
+        self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        # A worker that died while it wrote may have left half a record. It never said that it was done with that step,
+        # so nothing is lost with it, and the records that follow must be aligned.
+        size_bytes = os.fstat(self._fd).st_size
+        os.ftruncate(self._fd, size_bytes - size_bytes % _RECORD.size)
+
+    def fed(
+        self,
+        generation: int,
+        seq: int,
+        pass_index: int,
+        epoch: int,
+        step_lo: int,
+        step_hi: int,
+        lo: int,
+        hi: int,
+        ids_digest: int,
+        skipped: bool,
+    ) -> None:
+        """Record the share [lo, hi) of the step [step_lo, step_hi). Call it before the done word is written."""
+        record = _RECORD.pack(generation, pass_index, epoch, skipped, seq, step_lo, step_hi, lo, hi, ids_digest)
+        if os.write(self._fd, record) != len(record):
+            raise OSError(f"{self._path}: a record was cut short, the disk is full; free some space and resume")
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def declare(directory: Path, pass_: Pass) -> None:
+    """Write down what the pass goes over. WorkersDiffer when another worker wrote something else."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"pass-{pass_.index}.json"
+    fd, temporary = tempfile.mkstemp(dir=directory, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(fd, "w") as file:
+            json.dump(asdict(pass_), file)
+        # A link appears whole or not at all, and only the first one does.
+        os.link(temporary, path)
+    except FileExistsError:
+        theirs, ours = json.loads(path.read_text()), asdict(pass_)
+        if theirs != ours:
+            raise _differ(pass_.index, ours, theirs) from None
+    finally:
+        os.unlink(temporary)
+
+
+def _differ(index: int, ours: dict[str, Any], theirs: dict[str, Any]) -> WorkersDiffer:
+    names = [name for name in ours if ours[name] != theirs.get(name)]
+    pairs = ", ".join(f"{name} is {ours[name]} here and {theirs.get(name)} at the first worker" for name in names)
+    return WorkersDiffer(f"pass {index}: {pairs}; give every worker the same data and the same arguments of batches()")
+
+
+@dataclass(frozen=True)
+class AuditReport:
+    """What was trained against what should have been. `mismatches` has a line for each finding, with its place."""
+
+    steps: int
+    samples: int
+    lost: int
+    repeated: int
+    skipped_steps: int
+    redone: int
+    mismatches: list[str]
+
+    @property
+    def clean(self) -> bool:
+        return not (self.lost or self.repeated or self.mismatches)
+
+    def __str__(self) -> str:
+        return (
+            f"audit: {self.lost:,} lost, {self.repeated:,} repeated, {self.skipped_steps:,} skipped "
+            f"({self.steps:,} steps, {self.samples:,} samples, {self.redone:,} steps redone)"
+        )
+
+
+def audit(directory: Path, committed_seq: int | None) -> AuditReport:
+    """Compare what all workers recorded with the order of each declared pass.
+
+    `committed_seq` is the newest commit of the job. Without it the newest step with records is left out, because they
+    do not say whether it was committed. An end that is missing from the newest epoch of a pass is an unfinished epoch,
+    not a loss.
+    """
+    records = _read(directory)
+    newest = committed_seq if committed_seq is not None else records["seq"].max(initial=0) - 1
+    records = records[records["seq"] <= newest]
+    records = records[np.lexsort((records["generation"], records["seq"]))]
+    applied, redone = _applied(records)
+    records = records[applied]
+    passes = {int(index): _declared(directory, int(index)) for index in np.unique(records["pass_index"])}
+    findings = _Findings()
+    for index, pass_ in passes.items():
+        if pass_ is None:
+            findings.lines.append(f"pass {index}: has records and was never declared, so they cannot be checked")
+    _check_steps(records, findings)
+    for pass_, epoch, last, here in _epochs(records, passes, findings):
+        _check_digests(pass_, epoch, records[here], findings)
+        _check_cover(pass_, epoch, last, records[here], _next_size(records, here), findings)
+    lines = findings.lines
+    if len(lines) > _LINES_SHOWN:
+        lines = [*lines[:_LINES_SHOWN], f"and {len(lines) - _LINES_SHOWN:,} more"]
+    return AuditReport(
+        steps=len(np.unique(records["seq"])),
+        samples=int((records["hi"] - records["lo"]).sum()),
+        lost=findings.lost,
+        repeated=findings.repeated,
+        skipped_steps=len(np.unique(records["seq"][records["skipped"] != 0])),
+        redone=redone,
+        mismatches=lines,
+    )
+
+
+class _Findings:
+    def __init__(self) -> None:
+        self.lost = 0
+        self.repeated = 0
+        self.lines: list[str] = []
+
+
+def _read(directory: Path) -> Records:
+    """Every whole record, with the worker that wrote it."""
+    parts = [np.empty(0, _TABLE)]
+    for path in sorted(directory.glob("*.bin")):
+        data = path.read_bytes()
+        raw = np.frombuffer(data, _DTYPE, count=len(data) // _RECORD.size)
+        part = np.empty(len(raw), _TABLE)
+        for name in _DTYPE.fields or ():
+            part[name] = raw[name]
+        part["worker"] = path.stem
+        parts.append(part)
+    return np.concatenate(parts)
+
+
+def _declared(directory: Path, index: int) -> Pass | None:
+    path = directory / f"pass-{index}.json"
+    return Pass(**json.loads(path.read_text())) if path.exists() else None
+
+
+def _applied(records: Records) -> tuple[npt.NDArray[np.bool_], int]:
+    """Which records belong to an applied step, and how many attempts were not applied.
+
+    A step is attempted again only if it was not committed, so of a step's generations the newest is the one that
+    committed it. The records come sorted by (seq, generation).
+    """
+    if not len(records):
+        return np.zeros(0, np.bool_), 0
+    seq, generation = records["seq"], records["generation"]
+    ends_seq = np.append(seq[1:] != seq[:-1], True)
+    ends_attempt = ends_seq | np.append(generation[1:] != generation[:-1], True)
+    newest = generation[ends_seq][np.cumsum(np.append(0, ends_seq[:-1]))]
+    return generation == newest, int(ends_attempt.sum() - ends_seq.sum())
+
+
+def _check_steps(records: Records, findings: _Findings) -> None:
+    """The members of a step agree on it, and each share lies in it."""
+    for record in records[(records["lo"] < records["step_lo"]) | (records["hi"] > records["step_hi"])]:
+        findings.lines.append(
+            f"seq {record['seq']}: {record['worker']} fed [{record['lo']}, {record['hi']}), "
+            f"outside of the step [{record['step_lo']}, {record['step_hi']})"
+        )
+    same_seq = records["seq"][1:] == records["seq"][:-1]
+    for field in ("pass_index", "epoch", "step_lo", "step_hi", "skipped"):
+        for index in np.flatnonzero(same_seq & (records[field][1:] != records[field][:-1])):
+            one, other = records[index], records[index + 1]
+            findings.lines.append(
+                f"seq {one['seq']}: {field} is {one[field]} at {one['worker']} and {other[field]} at {other['worker']}"
+            )
+
+
+def _epochs(
+    records: Records, passes: dict[int, Pass | None], findings: _Findings
+) -> Iterator[tuple[Pass, int, bool, npt.NDArray[np.intp]]]:
+    """(pass, epoch, whether it is the pass's newest, indices of its records) of every epoch that should be there."""
+    for index, pass_ in passes.items():
+        if pass_ is None:
+            continue
+        beyond = (records["pass_index"] == index) & (records["epoch"] >= pass_.epochs)
+        for record in records[beyond]:
+            findings.lines.append(
+                f"seq {record['seq']}: {record['worker']} fed epoch {record['epoch']} of pass {index}, "
+                f"which has {pass_.epochs} epochs"
+            )
+        of_pass = np.flatnonzero((records["pass_index"] == index) & ~beyond)
+        if not len(of_pass):
+            continue
+        by_epoch = of_pass[np.argsort(records["epoch"][of_pass], kind="stable")]
+        newest = int(records["epoch"][by_epoch[-1]])
+        cuts = np.searchsorted(records["epoch"][by_epoch], np.arange(newest + 2))
+        for epoch in range(newest + 1):
+            yield pass_, epoch, epoch == newest, by_epoch[cuts[epoch] : cuts[epoch + 1]]
+
+
+def _next_size(records: Records, here: npt.NDArray[np.intp]) -> int:
+    """How many workers the step after this epoch had: they were the ones who dropped its ragged end."""
+    after = int(here.max(initial=-1)) + 1
+    if after == len(records):
+        return 1
+    return int(np.searchsorted(records["seq"], records["seq"][after], side="right")) - after
+
+
+def _check_digests(pass_: Pass, epoch: int, records: Records, findings: _Findings) -> None:
+    """The ids that were fed are the ids of the order."""
+    order = pass_.order(epoch)
+    expected = [digest([order[lo:hi]]) for lo, hi in zip(records["lo"].tolist(), records["hi"].tolist(), strict=True)]
+    for record in records[records["digest"] != np.array(expected, np.uint64)]:
+        count = int(record["hi"] - record["lo"])
+        # Only the digest is known: up to all of the share's samples were left out, and others fed in their place.
+        findings.lost += count
+        findings.repeated += count
+        findings.lines.append(
+            f"seq {record['seq']}: {record['worker']} fed other ids than pass {pass_.index}, epoch {epoch} "
+            f"has in [{record['lo']}, {record['hi']})"
+        )
+
+
+def _check_cover(pass_: Pass, epoch: int, last: bool, records: Records, next_size: int, findings: _Findings) -> None:
+    """The shares of an epoch tile what the epoch should have used."""
+    reached = int(records["step_hi"].max(initial=0))
+    dropped = pass_.drop_last and pass_.num_samples - reached < pass_.step_samples(next_size)
+    end = reached if last or dropped else pass_.num_samples
+    by_lo = np.argsort(records["lo"], kind="stable")
+    lo, hi = np.append(records["lo"][by_lo], end), np.append(records["hi"][by_lo], end)
+    covered_to = np.maximum.accumulate(np.append(0, hi[:-1]))
+    gaps = np.maximum(lo - covered_to, 0)
+    overlaps = np.maximum(np.minimum(covered_to, hi) - lo, 0)
+    findings.lost += int(gaps.sum())
+    findings.repeated += int(overlaps.sum())
+    for index in np.flatnonzero(gaps):
+        findings.lines.append(
+            f"pass {pass_.index}, epoch {epoch}: nobody fed [{covered_to[index]}, {lo[index]}) of the order"
+        )
+    for index in np.flatnonzero(overlaps):
+        findings.lines.append(
+            f"seq {records['seq'][by_lo[index]]}: [{lo[index]}, {lo[index] + overlaps[index]}) of pass {pass_.index}, "
+            f"epoch {epoch} was fed before"
+        )
