@@ -1,0 +1,513 @@
+"""Who is in: a state machine over frozen values. Events and `now` go in, the next state and instructions come out.
+
+An edge (the coordinator) feeds every event that waits to an `on_…` function, then calls `settle` once, so that several
+changes become one generation. Nothing here reads a clock or knows a socket.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
+from enum import Enum
+
+from shoal.control.timeouts import Timeouts
+from shoal.errors import SettingsContradict
+
+MAX_SLOTS = 256
+
+
+@dataclass(frozen=True)
+class Member:
+    worker_id: str
+    slot: int
+    host: str
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One agreed set of workers. A member's rank is its index; leavers must acknowledge before others go on."""
+
+    number: int
+    members: tuple[Member, ...]
+    leavers: tuple[Member, ...] = ()
+    fault: bool = False
+    paused: bool = False
+
+    def rank(self, worker_id: str) -> int | None:
+        return next((rank for rank, member in enumerate(self.members) if member.worker_id == worker_id), None)
+
+    def leaves(self, worker_id: str) -> bool:
+        return any(member.worker_id == worker_id for member in self.leavers)
+
+
+class State(str, Enum):
+    JOINING = "joining"  # started or connected
+    WARM = "warm"  # imported, model built, data open
+    MEMBER = "member"  # in the newest generation
+    LEAVING = "leaving"  # was a member, has not been told Bye
+    PARTED = "parted"  # told Bye; alive until its launcher says otherwise
+
+
+@dataclass(frozen=True)
+class Life:
+    """Signs of life, as one coordinator saw them. Not kept in the journal: one that comes back has seen nobody yet."""
+
+    alive_at: float
+    connected: bool = False
+    waits_for: tuple[str, ...] = ()
+    awaited_since: float | None = None
+    suspect: bool = False
+    probed_at: float | None = None
+    cpu_time_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Worker:
+    member: Member
+    state: State
+    life: Life = field(compare=False)
+    seniority: int = 0  # the order of becoming a member; 0 before
+    launched: bool = False  # a launcher watches it, and will say when it is gone
+    fenced: str = ""  # why it was fenced, until it is gone
+
+    @property
+    def worker_id(self) -> str:
+        return self.member.worker_id
+
+
+@dataclass(frozen=True)
+class Membership:
+    """Signs of life do not take part in comparison: two equal memberships need only one entry in the journal."""
+
+    min_size: int
+    max_size: int
+    target: int
+    founders: int
+    timeouts: Timeouts
+    workers: tuple[Worker, ...] = ()  # in the order of joining
+    newest: Generation | None = None
+    number: int = 0  # the highest generation number ever used
+    last_fault: int = 0  # the number of the newest generation with a fault
+    seniority: int = 0  # the last one given
+    started: int = 0  # how many workers ever came
+    dirty: bool = False
+    fault: bool = False  # a member or a leaver died since the newest generation
+    causes: tuple[str, ...] = ()
+    finishing: bool = False
+    ticked_at: float | None = field(default=None, compare=False)
+
+    def worker(self, worker_id: str) -> Worker | None:
+        return next((worker for worker in self.workers if worker.worker_id == worker_id), None)
+
+    def in_state(self, *states: State) -> list[Worker]:
+        return [worker for worker in self.workers if worker.state in states]
+
+    @property
+    def waits_for_joiners(self) -> bool:
+        too_few = self.newest is None or len(self.in_state(State.MEMBER)) < self.min_size
+        return too_few and not self.finishing
+
+
+def found(min_size: int, max_size: int, target: int, timeouts: Timeouts | None = None) -> Membership:
+    """The membership of a job nobody has joined yet. Raises SettingsContradict when the sizes cannot all hold."""
+    if not 1 <= min_size <= target <= max_size <= MAX_SLOTS:
+        raise SettingsContradict(
+            f"min {min_size}, target {target}, max {max_size}: "
+            f"they must satisfy 1 ≤ min ≤ target ≤ max ≤ {MAX_SLOTS}; change -n"
+        )
+    return Membership(min_size, max_size, target, founders=target, timeouts=timeouts or Timeouts())
+
+
+# Instructions: what the edge is to do.
+
+
+@dataclass(frozen=True)
+class Publish:
+    generation: Generation
+    cause: str
+
+
+@dataclass(frozen=True)
+class Fence:
+    worker_id: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Probe:
+    worker_id: str
+
+
+@dataclass(frozen=True)
+class Drain:
+    """Tell the worker that it is asked to leave."""
+
+    worker_id: str
+
+
+@dataclass(frozen=True)
+class Bye:
+    worker_id: str
+
+
+@dataclass(frozen=True)
+class Refuse:
+    worker_id: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class SetTarget:
+    """For the launcher. With `finishing`, a worker that exits needs no replacement."""
+
+    target: int
+    finishing: bool
+
+
+@dataclass(frozen=True)
+class Log:
+    """Something for the event log."""
+
+    kind: str
+    worker_id: str
+    text: str = ""
+
+
+Instruction = Publish | Fence | Probe | Drain | Bye | Refuse | SetTarget | Log
+Outcome = tuple[Membership, list[Instruction]]
+
+
+# Workers come.
+
+
+def on_join(
+    membership: Membership, worker_id: str, host: str, now: float, generation: int = 0, launched: bool = False
+) -> Outcome:
+    """A launcher started the worker (`launched`), or it connected, for the first time or again.
+
+    A known worker keeps its slot. `generation` is the newest one it knows of: no number up to it is used again, even
+    if the journal was lost.
+    """
+    membership = replace(membership, number=max(membership.number, generation))
+    known = membership.worker(worker_id)
+    if known is not None:
+        if launched:
+            return _put(membership, replace(known, launched=True)), []
+        again = replace(known, life=replace(known.life, alive_at=now, connected=True))
+        return _put(membership, again), [Bye(worker_id)] if known.state is State.PARTED else []
+    taken = {worker.member.slot for worker in membership.workers}
+    slot = next((slot for slot in range(MAX_SLOTS) if slot not in taken), None)
+    if slot is None:
+        return membership, [Refuse(worker_id, f"all {MAX_SLOTS} slots are taken; wait until a worker has gone")]
+    life = Life(alive_at=now, connected=not launched)
+    worker = Worker(Member(worker_id, slot, host), State.JOINING, life, launched=launched)
+    membership = replace(membership, workers=(*membership.workers, worker), started=membership.started + 1)
+    return membership, [Log("joined", worker_id, f"slot {slot} on {host}")]
+
+
+def on_ready(membership: Membership, worker_id: str) -> Outcome:
+    """The worker is warm; it becomes a member when `settle` is called, at the founding or later."""
+    worker = membership.worker(worker_id)
+    if worker is None or worker.state is not State.JOINING:
+        return membership, []
+    return _put(membership, replace(worker, state=State.WARM)), [Log("ready", worker_id)]
+
+
+# Workers go.
+
+
+def on_leave(membership: Membership, worker_id: str, why: str = "asked to") -> Outcome:
+    """The worker wants to leave. A member becomes a leaver; one that never was a member may go at once."""
+    worker = membership.worker(worker_id)
+    if worker is None or worker.state in (State.LEAVING, State.PARTED):
+        return membership, []
+    log = Log("leaving", worker_id, why)
+    if worker.state is not State.MEMBER:
+        return _put(membership, replace(worker, state=State.PARTED)), [log, Bye(worker_id)]
+    membership = _put(membership, replace(worker, state=State.LEAVING))
+    return _changed(membership, f"{worker_id} leaves ({why})"), [log]
+
+
+def on_parked(membership: Membership, worker_id: str, generation: int) -> Outcome:
+    """A leaver has acknowledged `generation`; it may go if that is the newest and lists it as a leaver."""
+    worker = membership.worker(worker_id)
+    newest = membership.newest
+    if worker is None or newest is None or worker.state is not State.LEAVING:
+        return membership, []
+    if generation != newest.number or not newest.leaves(worker_id):
+        return membership, []
+    return _put(membership, replace(worker, state=State.PARTED)), [Bye(worker_id)]
+
+
+def on_finished(membership: Membership, worker_id: str) -> Outcome:
+    """The worker's main returned: it leaves for good, and from now on fewer than `min` members are enough."""
+    worker = membership.worker(worker_id)
+    if worker is None or worker.state in (State.LEAVING, State.PARTED):
+        return membership, []  # it was asked to leave before: that says nothing about the job
+    instructions: list[Instruction] = [Log("finished", worker_id)]
+    if not membership.finishing:
+        membership = replace(membership, finishing=True)
+        instructions.append(SetTarget(membership.target, finishing=True))
+    membership, leaving = on_leave(membership, worker_id, "finished")
+    return membership, [*instructions, *leaving]
+
+
+def on_gone(membership: Membership, worker_id: str, clean: bool, reason: str = "") -> Outcome:
+    """The worker's process is confirmed dead; its slot is free again.
+
+    A member or leaver that was not told Bye is a fault even if it exited with 0: others may wait for its words.
+    """
+    worker = membership.worker(worker_id)
+    if worker is None:
+        return membership, []
+    membership = replace(membership, workers=tuple(other for other in membership.workers if other is not worker))
+    if worker.state is State.PARTED and clean:
+        return membership, [Log("left", worker_id, reason)]
+    if worker.state in (State.MEMBER, State.LEAVING):
+        membership = replace(_changed(membership, f"{worker_id} left ({reason or 'died'})"), fault=True)
+    return membership, [Log("lost", worker_id, worker.fenced or reason)]
+
+
+def on_roster(membership: Membership, host: str, live: Iterable[str]) -> Outcome:
+    """The launcher of `host` is here (again) and says which of its workers live; the others died unheard."""
+    alive = set(live)
+    instructions: list[Instruction] = [SetTarget(membership.target, membership.finishing)]
+    for worker in membership.workers:
+        if not worker.launched or worker.member.host != host:
+            continue
+        if worker.worker_id not in alive:
+            clean = worker.state is State.PARTED
+            membership, more = on_gone(membership, worker.worker_id, clean, "gone while the coordinator was away")
+            instructions += more
+        elif worker.fenced:
+            instructions.append(Fence(worker.worker_id, worker.fenced))
+    return membership, instructions
+
+
+def on_scale(membership: Membership, target: int) -> Outcome:
+    """Aim at `target` workers; the newest leave if there are more. Raises SettingsContradict out of min … max."""
+    if not membership.min_size <= target <= membership.max_size:
+        raise SettingsContradict(
+            f"cannot scale to {target}: the job runs with {membership.min_size} to {membership.max_size} workers; "
+            "choose a number between, or start it with another -n"
+        )
+    text = f"{membership.target} → {target}"
+    membership = replace(membership, target=target)
+    if membership.newest is None:
+        membership = replace(membership, founders=target)
+    instructions: list[Instruction] = [Log("scaled", "", text), SetTarget(target, membership.finishing)]
+    active = membership.in_state(State.JOINING, State.WARM, State.MEMBER)
+    # Those who have contributed least go first: not yet warm, not yet members, then the newest members.
+    newest = active[::-1]
+    dispensable = [worker for worker in newest if worker.state is State.JOINING]
+    dispensable += [worker for worker in newest if worker.state is State.WARM]
+    dispensable += sorted(membership.in_state(State.MEMBER), key=lambda worker: -worker.seniority)
+    for worker in dispensable[: max(0, len(active) - target)]:
+        membership, leaving = on_leave(membership, worker.worker_id, "scaled down")
+        instructions += [Drain(worker.worker_id), *leaving]
+    return membership, instructions
+
+
+def on_stop(membership: Membership, at_once: bool) -> Outcome:
+    """End the job: every worker is drained, or told Bye `at_once` when there is nothing left to agree on."""
+    membership = replace(membership, finishing=True)
+    instructions: list[Instruction] = [SetTarget(membership.target, finishing=True)]
+    for worker in membership.workers:
+        if worker.state is State.PARTED:
+            continue
+        if at_once:
+            membership = _put(membership, replace(worker, state=State.PARTED))
+            instructions.append(Bye(worker.worker_id))
+        else:
+            membership, leaving = on_leave(membership, worker.worker_id, "the job stops")
+            instructions += [Drain(worker.worker_id), *leaving]
+    return membership, instructions
+
+
+# Signs of life.
+
+
+def on_beat(membership: Membership, worker_id: str, now: float) -> Outcome:
+    worker = membership.worker(worker_id)
+    return (membership, []) if worker is None else (_put(membership, _alive(worker, now)), [])
+
+
+def on_waiting(membership: Membership, by: str, awaited: Iterable[str], now: float) -> Outcome:
+    """`by` is blocked on `awaited`; nobody when it is not blocked. Replaces what it said before."""
+    worker = membership.worker(by)
+    if worker is None:
+        return membership, []
+    life = replace(worker.life, waits_for=tuple(other for other in awaited if other != by))
+    return _mark_awaited(_put(membership, replace(worker, life=life)), now), []
+
+
+def on_evidence(membership: Membership, worker_id: str, stopped: bool, cpu_time_s: float, now: float) -> Outcome:
+    """The launcher looked: CPU time that advanced since the last look is a sign of life, unless it is stopped."""
+    worker = membership.worker(worker_id)
+    if worker is None:
+        return membership, []
+    before_s = worker.life.cpu_time_s
+    if not stopped and before_s is not None and cpu_time_s > before_s:
+        worker = _alive(worker, now)
+    return _put(membership, replace(worker, life=replace(worker.life, cpu_time_s=cpu_time_s))), []
+
+
+def on_tick(membership: Membership, now: float) -> Outcome:
+    """Call it at least every probe interval: it probes awaited workers that are silent, and fences at the budget."""
+    timeouts = membership.timeouts
+    ticked_at = now if membership.ticked_at is None else membership.ticked_at
+    membership = _mark_awaited(replace(membership, ticked_at=now), now)
+    if now - ticked_at > timeouts.budget_s / 2:
+        # The coordinator itself was held up: beats wait unread, and silence says nothing.
+        excused = (replace(worker, life=replace(worker.life, alive_at=now)) for worker in membership.workers)
+        return replace(membership, workers=tuple(excused)), []
+    instructions: list[Instruction] = []
+    for worker in membership.workers:
+        life = worker.life
+        awaited_since = life.awaited_since
+        if awaited_since is None or worker.fenced:
+            continue
+        silent_s = now - life.alive_at
+        if silent_s <= timeouts.beat_s:
+            continue
+        if not life.suspect:
+            life = replace(life, suspect=True)
+            instructions.append(Log("suspect", worker.worker_id, f"silent for {silent_s:.1f} s while awaited"))
+        allowed_s = timeouts.budget_s
+        if worker.state is State.JOINING and not life.connected:
+            allowed_s = timeouts.join_s  # it imports, and has no way to beat yet
+        # A worker may have been silent for long before anybody waited: probes get half the budget to speak for it.
+        if silent_s >= allowed_s and now - awaited_since >= timeouts.budget_s / 2:
+            reason = f"no sign of life for {silent_s:.1f} s while awaited"
+            worker = replace(worker, fenced=reason)
+            instructions += [Log("fenced", worker.worker_id, reason), Fence(worker.worker_id, reason)]
+        elif life.probed_at is None or now - life.probed_at >= timeouts.probe_s:
+            life = replace(life, probed_at=now)
+            instructions.append(Probe(worker.worker_id))
+        membership = _put(membership, replace(worker, life=life))
+    return membership, instructions
+
+
+# Generations.
+
+
+def settle(membership: Membership) -> Outcome:
+    """Publish one generation for everything that changed since the last one, if anything did."""
+    instructions: list[Instruction] = []
+    if membership.newest is None and not _can_found(membership):
+        return membership, []
+    members = membership.in_state(State.MEMBER)
+    room = membership.max_size - len(members)
+    if membership.finishing and membership.newest is not None and not membership.in_state(State.MEMBER, State.LEAVING):
+        for late in membership.in_state(State.JOINING, State.WARM):
+            membership, leaving = on_leave(membership, late.worker_id, "the job is over")
+            instructions += [Drain(late.worker_id), *leaving]
+    for newcomer in membership.in_state(State.WARM)[:room]:
+        seniority = membership.seniority + 1
+        promoted = replace(newcomer, state=State.MEMBER, seniority=seniority)
+        membership = replace(_put(membership, promoted), seniority=seniority)
+        membership = _changed(membership, f"{newcomer.worker_id} joined")
+    members = sorted(membership.in_state(State.MEMBER), key=lambda worker: worker.seniority)
+    leavers = sorted(membership.in_state(State.LEAVING), key=lambda worker: worker.seniority)
+    if not membership.dirty or not (members or leavers):
+        return membership, instructions
+    generation = Generation(
+        number=membership.number + 1,
+        members=tuple(worker.member for worker in members),
+        leavers=tuple(worker.member for worker in leavers),
+        fault=membership.fault,
+        paused=len(members) < membership.min_size and not membership.finishing,
+    )
+    publish = Publish(generation, ", ".join(membership.causes))
+    membership = replace(
+        membership,
+        newest=generation,
+        number=generation.number,
+        last_fault=generation.number if generation.fault else membership.last_fault,
+        dirty=False,
+        fault=False,
+        causes=(),
+    )
+    return membership, [*instructions, publish]
+
+
+def newest_for(membership: Membership, known: int) -> Generation | None:
+    """The newest generation, as a worker that last heard of number `known` must see it: with any fault it missed."""
+    newest = membership.newest
+    if newest is None or newest.number <= known:
+        return newest
+    return replace(newest, fault=membership.last_fault > known)
+
+
+def _can_found(membership: Membership) -> bool:
+    warm = len(membership.in_state(State.WARM))
+    if warm >= membership.founders:
+        return True
+    # Some died on the way: go on with fewer once everybody has come who was expected, and nobody is on the way.
+    complete = membership.started >= membership.founders and not membership.in_state(State.JOINING)
+    return complete and warm >= membership.min_size
+
+
+# Small steps the handlers share.
+
+
+def _put(membership: Membership, worker: Worker) -> Membership:
+    workers = tuple(worker if other.worker_id == worker.worker_id else other for other in membership.workers)
+    return replace(membership, workers=workers)
+
+
+def _changed(membership: Membership, cause: str) -> Membership:
+    return replace(membership, dirty=True, causes=(*membership.causes, cause))
+
+
+def _alive(worker: Worker, now: float) -> Worker:
+    return replace(worker, life=replace(worker.life, alive_at=now, suspect=False))
+
+
+def _mark_awaited(membership: Membership, now: float) -> Membership:
+    awaited = {worker_id for worker in membership.workers for worker_id in worker.life.waits_for}
+    if membership.waits_for_joiners:
+        awaited |= {worker.worker_id for worker in membership.in_state(State.JOINING)}
+    awaited -= {worker.worker_id for worker in membership.in_state(State.PARTED)}
+    workers = []
+    for worker in membership.workers:
+        life = worker.life
+        if worker.worker_id not in awaited:
+            life = replace(life, awaited_since=None, suspect=False, cpu_time_s=None)
+        elif life.awaited_since is None:
+            life = replace(life, awaited_since=now)
+        workers.append(worker if life == worker.life else replace(worker, life=life))
+    return replace(membership, workers=tuple(workers))
+
+
+# The journal's form.
+
+
+def to_json(membership: Membership) -> str:
+    """Everything but the signs of life."""
+    value = asdict(membership)
+    del value["ticked_at"]
+    for worker in value["workers"]:
+        del worker["life"]
+    return json.dumps(value)
+
+
+def from_json(text: str, now: float) -> Membership:
+    """The membership as it was written; everybody counts as alive at `now`, and nobody as awaited."""
+    value = json.loads(text)
+    newest = value.pop("newest")
+    if newest is not None:
+        newest["members"] = tuple(Member(**member) for member in newest["members"])
+        newest["leavers"] = tuple(Member(**member) for member in newest["leavers"])
+        newest = Generation(**newest)
+    workers = tuple(
+        Worker(
+            **{**worker, "member": Member(**worker["member"]), "state": State(worker["state"])},
+            life=Life(alive_at=now),
+        )
+        for worker in value.pop("workers")
+    )
+    timeouts = Timeouts(**value.pop("timeouts"))
+    causes = tuple(value.pop("causes"))
+    return Membership(**value, newest=newest, workers=workers, timeouts=timeouts, causes=causes)

@@ -1,0 +1,100 @@
+"""The messages of the control plane, and the options every end of it shares.
+
+The classes are made from `protocol.desc` when this is imported, because generated code ties a package to one protobuf
+version. After a change of `protocol.proto`, make the description again from the root of the repository:
+
+    python -m grpc_tools.protoc -I shoal/control --descriptor_set_out=shoal/control/protocol.desc \
+        --include_imports shoal/control/protocol.proto
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+from shoal.control.membership import Generation, Member
+
+# gRPC reads these when it is imported. Loader workers are forked from a process that has channels: its own fork
+# handlers would stop the world there, and they never use gRPC.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+SERVICE = "shoal.Control"
+MAX_MESSAGE_BYTES = 1 << 20
+TRACEBACK_CHARS = 1 << 16
+
+_SIZES = [("grpc.max_send_message_length", MAX_MESSAGE_BYTES), ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
+# Each channel has its own connection: a shared one keeps the backoff of an attempt that failed before.
+CHANNEL_OPTIONS = [*_SIZES, ("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
+# Two coordinators must never share a port.
+SERVER_OPTIONS = [*_SIZES, ("grpc.so_reuseport", 0)]
+
+
+def _load() -> dict[str, Any]:
+    described = descriptor_pb2.FileDescriptorSet.FromString(Path(__file__).with_name("protocol.desc").read_bytes())
+    pool = descriptor_pool.DescriptorPool()
+    classes: dict[str, Any] = {}
+    for file in described.file:
+        pool.AddSerializedFile(file.SerializeToString())
+        for message in file.message_type:
+            full_name = f"{file.package}.{message.name}"
+            classes[message.name] = message_factory.GetMessageClass(pool.FindMessageTypeByName(full_name))
+    return classes
+
+
+_classes = _load()
+
+FromWorker: Any = _classes["FromWorker"]
+ToWorker: Any = _classes["ToWorker"]
+FromLauncher: Any = _classes["FromLauncher"]
+ToLauncher: Any = _classes["ToLauncher"]
+CommandRequest: Any = _classes["CommandRequest"]
+CommandReply: Any = _classes["CommandReply"]
+MESSAGES = tuple(_classes)
+
+
+def kind_of(message: Any) -> tuple[str, Any]:
+    """The name and the body of the one kind that is set; ("", None) when none is, as from a newer sender."""
+    name = message.WhichOneof("kind")
+    return (name, getattr(message, name)) if name else ("", None)
+
+
+def to_wire(generation: Generation) -> Any:
+    """The `ToWorker` that carries this generation."""
+
+    def listed(members: Iterable[Member]) -> list[dict[str, Any]]:
+        return [{"worker_id": member.worker_id, "slot": member.slot, "host": member.host} for member in members]
+
+    return ToWorker(
+        generation={
+            "number": generation.number,
+            "members": listed(generation.members),
+            "leavers": listed(generation.leavers),
+            "fault": generation.fault,
+            "paused": generation.paused,
+        }
+    )
+
+
+def from_wire(body: Any) -> Generation:
+    def listed(members: Any) -> tuple[Member, ...]:
+        return tuple(Member(member.worker_id, member.slot, member.host) for member in members)
+
+    return Generation(body.number, listed(body.members), listed(body.leavers), body.fault, body.paused)
+
+
+def credentials(token: str) -> tuple[tuple[str, str], ...]:
+    """The metadata of a call."""
+    return (("authorization", f"Bearer {token}"),)
+
+
+def admits(token: str, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
+    """Whether the metadata of a call carry the token; takes the same time for every wrong one."""
+    given = next((value for key, value in metadata if key == "authorization"), "")
+    given_bytes = given if isinstance(given, bytes) else given.encode()
+    return hmac.compare_digest(given_bytes, f"Bearer {token}".encode())

@@ -1,0 +1,130 @@
+"""The directory of a run: what the processes of a job, and those who look at it later, find where."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import JobNotFound, RunDirUnusable
+
+RUNS = Path("shoal-runs")
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """A run's directory, readable by its owner only. Make one with `create`, meet one with `open`."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, path: Path | str, settings: dict[str, Any]) -> RunDir:
+        """A new run directory; `settings` go to `job.json`. Raises RunDirUnusable where something is already."""
+        run_dir = cls(Path(path).absolute())
+        try:
+            run_dir.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if any(run_dir.path.iterdir()):
+                whose = "holds another job" if run_dir.job_file.exists() else "is not empty"
+                raise RunDirUnusable(f"{run_dir.path} {whose}; choose another --dir or remove it")
+            run_dir.path.chmod(0o700)
+            for folder in (run_dir.logs, run_dir.audit):
+                folder.mkdir(mode=0o700)
+            # Exclusive: of two jobs that found the directory empty, one gets it.
+            token_fd = os.open(run_dir.token_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            raise RunDirUnusable(f"{path} is a file or another job just took it; choose another --dir") from None
+        except OSError as error:
+            raise RunDirUnusable(f"{path} cannot be made: {error.strerror}; choose another --dir") from error
+        with os.fdopen(token_fd, "w") as file:
+            file.write(secrets.token_urlsafe(32))
+        write_atomically(run_dir.job_file, json.dumps({"created": time.time(), **settings}, indent=1))
+        return run_dir
+
+    @classmethod
+    def open(cls, path: Path | str) -> RunDir:
+        """The run directory at `path`. Raises RunDirUnusable if it is none."""
+        run_dir = cls(Path(path).absolute())
+        if not run_dir.job_file.exists() or not run_dir.token_file.exists():
+            raise RunDirUnusable(f"{run_dir.path} is not a run directory; name one that shoal run has made")
+        return run_dir
+
+    @property
+    def token_file(self) -> Path:
+        return self.path / "token"
+
+    @property
+    def address_file(self) -> Path:
+        return self.path / "address"
+
+    @property
+    def job_file(self) -> Path:
+        return self.path / "job.json"
+
+    @property
+    def journal(self) -> Path:
+        return self.path / "journal.sqlite"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def faults(self) -> Path:
+        return self.path / "faults.jsonl"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def audit(self) -> Path:
+        return self.path / "audit"
+
+    def token(self) -> str:
+        return self.token_file.read_text().strip()
+
+    def settings(self) -> dict[str, Any]:
+        """What `create` was given, and when (`created`, seconds since 1970)."""
+        settings: dict[str, Any] = json.loads(self.job_file.read_text())
+        return settings
+
+    def address(self) -> str | None:
+        """host:port of the coordinator, or None before it first served."""
+        try:
+            return self.address_file.read_text().strip()
+        except FileNotFoundError:
+            return None
+
+    def write_address(self, address: str) -> None:
+        write_atomically(self.address_file, address)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """A reader sees the whole text or what was there before; only the owner can read it."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(text)
+    draft.replace(path)
+
+
+def default_path(script: Path | str, now: float | None = None) -> Path:
+    """shoal-runs/<name of the script>-<date and time>, at this moment unless `now` is given."""
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
+    return RUNS / f"{Path(script).stem}-{stamp}"
+
+
+def find(job: str | None = None) -> RunDir:
+    """The run at that path, or of that name under ./shoal-runs, or the newest there. Raises JobNotFound."""
+    if job is not None:
+        for path in (Path(job), RUNS / job):
+            if (path / "job.json").exists():
+                return RunDir.open(path)
+        raise JobNotFound(f"no job at {job} or {RUNS / job}; name a run directory or a job under {RUNS}")
+    found = [path.parent for path in RUNS.glob("*/job.json")]
+    if not found:
+        raise JobNotFound(f"no job under {RUNS.absolute()}; start one with shoal run, or name its run directory")
+    return RunDir.open(max(found, key=lambda path: ((path / "job.json").stat().st_mtime_ns, path.name)))
