@@ -1,9 +1,9 @@
 """What a list of timings says, and what it does not say. Pure functions over numbers.
 
 Ratios and differences are paired: value i of the variant and value i of the baseline were taken in the same round, so
-what the machine did to both in that round cancels. Their centre is the Hodges–Lehmann estimate and their interval the exact
-one of Wilcoxon's signed ranks: as narrow as Student's when the noise is normal, and unmoved by the one round in which
-something else woke up on the machine.
+what the machine did to both in that round cancels. Their centre is the Hodges–Lehmann estimate and their interval the
+exact one of Wilcoxon's signed ranks: about as narrow as Student's when the noise is normal, and unmoved by the one
+round in which something else woke up on the machine.
 """
 
 from __future__ import annotations
@@ -139,6 +139,6 @@ def ratio_doubts(ratio: Interval, *, difference_claimed: bool) -> list[str]:
         )
     if difference_claimed and ratio.contains(1.0):
         doubts.append(
-            f"no difference shown: 1.0 lies within [{ratio.low:.3f}, {ratio.high:.3f}], the interval of {ratio.value:.3f}"
+            f"no difference shown: ratio {ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}] may as well be 1.0"
         )
     return doubts

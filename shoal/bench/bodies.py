@@ -1,0 +1,68 @@
+"""What a measured worker process does in its turns, found by name.
+
+A body is `body(setup) -> run`, and `run(steps)` does so many steps. It is called in the worker's process, pinned,
+before anything heavy is imported: this module does not import torch, so that the runner does not either.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from shoal.errors import SettingsContradict
+
+
+@dataclass(frozen=True)
+class Training:
+    """Steps of a model of `shoal.models` on a fixed synthetic batch; `optimizer` is a name of `loops.OPTIMIZERS`."""
+
+    model: str
+    batch: int
+    optimizer: str
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A step moves this many bytes once, by whatever way the body is about."""
+
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What one worker of a measured group knows. `meeting_dir` is empty at the start and the group's own."""
+
+    body: str
+    work: Training | Buffer
+    rank: int
+    n_workers: int
+    threads: int
+    keep_freed_memory: bool
+    meeting_dir: str
+
+
+Run: TypeAlias = Callable[[int], None]
+Body: TypeAlias = Callable[[Setup], Run]
+
+_HOMES = {
+    "independent": "shoal.bench.loops:independent",
+    "ddp": "shoal.bench.loops:ddp",
+    "memcpy": "shoal.bench.exchange:memcpy",
+    "gloo_allreduce": "shoal.bench.exchange:gloo_allreduce",
+}
+
+
+def names() -> tuple[str, ...]:
+    return tuple(_HOMES)
+
+
+def body(name: str) -> Body:
+    """The body of that name, or at `module:function`. Raises SettingsContradict for any other name."""
+    home = _HOMES.get(name, name)
+    module, _, function = home.partition(":")
+    if not function:
+        raise SettingsContradict(f"there is no body {name!r}; the bodies are {', '.join(_HOMES)}, or module:function")
+    found: Body = getattr(importlib.import_module(module), function)
+    return found

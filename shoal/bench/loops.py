@@ -1,0 +1,95 @@
+"""The baselines of every training comparison: no exchange at all, and DistributedDataParallel over gloo."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from shoal import models
+from shoal.bench.bodies import Run, Setup, Training
+from shoal.errors import SettingsContradict
+
+# What a step costs does not depend on it. A fixed batch learned by heart would: its gradients sink below the smallest
+# normal float, and arithmetic on those is slow.
+_LEARNING_RATE = 1e-5
+
+OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=_LEARNING_RATE, momentum=0.9),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=_LEARNING_RATE, fused=True),
+}
+
+
+@dataclass(frozen=True)
+class Material:
+    """What a loop trains, the same in every variant: the model by one seed, the batch by the worker's rank."""
+
+    model: nn.Module
+    inputs: torch.Tensor
+    targets: torch.Tensor
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def material(work: Training, rank: int) -> Material:
+    spec = models.spec(work.model)
+    torch.manual_seed(0)
+    model = spec.build()
+    torch.manual_seed(1 + rank)
+    inputs = torch.randn(work.batch, *spec.input_shape)
+    if spec.classes == 1:
+        return Material(model, inputs, torch.randn(work.batch, 1), F.mse_loss)
+    return Material(model, inputs, torch.randint(0, spec.classes, (work.batch,)), F.cross_entropy)
+
+
+def optimizer(name: str, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    if name not in OPTIMIZERS:
+        raise SettingsContradict(f"there is no optimizer {name!r} to measure; there are {', '.join(OPTIMIZERS)}")
+    return OPTIMIZERS[name](parameters)
+
+
+def independent(setup: Setup) -> Run:
+    """The plain loop, each worker for itself: what the machine gives when nobody waits for anybody."""
+    work, made = _prepare(setup)
+    return _loop(made.model, made, work.optimizer)
+
+
+def ddp(setup: Setup) -> Run:
+    """The same loop, with DDP's defaults (buffers broadcast each forward) but gradients as views of its buckets."""
+    work, made = _prepare(setup)
+    join_gloo(setup)
+    wrapped = DistributedDataParallel(made.model, gradient_as_bucket_view=True)
+    return _loop(wrapped, made, work.optimizer)
+
+
+def join_gloo(setup: Setup) -> None:
+    """Meet the group over a file and talk over loopback; left again when the process ends."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    meeting = f"file://{setup.meeting_dir}/gloo"
+    dist.init_process_group("gloo", init_method=meeting, rank=setup.rank, world_size=setup.n_workers)
+    atexit.register(dist.destroy_process_group)
+
+
+def _prepare(setup: Setup) -> tuple[Training, Material]:
+    if not isinstance(setup.work, Training):
+        raise SettingsContradict(f"body {setup.body!r} trains; it was given {setup.work}")
+    torch.set_num_threads(setup.threads)
+    return setup.work, material(setup.work, setup.rank)
+
+
+def _loop(model: nn.Module, made: Material, optimizer_name: str) -> Run:
+    stepped = optimizer(optimizer_name, model.parameters())
+
+    def run(steps: int) -> None:
+        for _ in range(steps):
+            stepped.zero_grad()
+            made.loss(model(made.inputs), made.targets).backward()  # type: ignore[no-untyped-call]
+            stepped.step()
+
+    return run

@@ -1,0 +1,41 @@
+"""One process of a measured group: `python -m shoal.bench.worker FD`, commanded over the socket FD.
+
+First comes a `Setup` and the cores to stay on; the answer is True once the body is ready. Then each `(lead_in, steps)`
+is answered with the seconds that `steps` took; None ends the process. Between commands it is blocked in a read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from multiprocessing.connection import Connection
+
+from shoal.bench.bodies import body
+from shoal.sync.memory import keep_freed_memory
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(descriptor: int) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    runner = Connection(descriptor)
+    setup, cores = runner.recv()
+    # Before torch is imported: its threads inherit the cores, and every block it ever frees is kept.
+    os.sched_setaffinity(0, cores)
+    if setup.keep_freed_memory:
+        keep_freed_memory()
+    run = body(setup.body)(setup)
+    runner.send(True)
+    while (command := runner.recv()) is not None:
+        lead_in, steps = command
+        run(lead_in)
+        begin = time.perf_counter()
+        run(steps)
+        runner.send(time.perf_counter() - begin)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
