@@ -1,0 +1,458 @@
+"""The worker's, the launcher's and the command line's end of the control plane.
+
+Training never waits for the coordinator: a stream that breaks is opened again in the background, and what was said
+on the old one is said again. gRPC is imported when the first stream is opened, not with this module.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import queue
+import random
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shoal.control import protocol
+from shoal.control.membership import Generation
+from shoal.control.protocol import CommandReply, CommandRequest, FromLauncher, FromWorker, ToLauncher, ToWorker
+from shoal.control.timeouts import Timeouts
+from shoal.errors import CoordinatorLost, JobNotFound, SettingsContradict, TokenRefused
+
+PROTOCOL_VERSION = "1"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a worker is, read at each beat. `samples` counts what the whole job has committed."""
+
+    seq: int = 0
+    step: int = 0
+    epoch: int = 0
+    samples: int = 0
+    loss: float = math.nan
+    waiting_for: tuple[str, ...] = ()
+    waited_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Welcome:
+    slot: int
+    settings: dict[str, Any]
+
+
+class Link:
+    """One stream, kept open from a thread of its own until `close`.
+
+    Every time it is opened, `opening()` and then whatever was said with `keep` go out first. `beat`, if given, makes a
+    message whenever the beat interval has passed. `hear` is called on the link's thread.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        token: str,
+        method: str,
+        response: Any,
+        timeouts: Timeouts,
+        opening: Callable[[], Any],
+        hear: Callable[[Any], None],
+        beat: Callable[[], Any] | None = None,
+    ) -> None:
+        self._address = address
+        self._token = token
+        self._method = method
+        self._response = response
+        self._timeouts = timeouts
+        self._opening = opening
+        self._hear = hear
+        self._beat = beat
+        self._lock = threading.Lock()
+        self._kept: dict[str, Any] = {}
+        self._once: list[Any] = []
+        self._outbox: queue.SimpleQueue[Any] | None = None
+        self._call: Any = None
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"shoal-{method.lower()}", daemon=True)
+        self.token_refused = threading.Event()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def keep(self, key: str, message: Any) -> None:
+        """Say it now, and again on every later stream; a later message under the same key replaces it."""
+        with self._lock:
+            self._kept[key] = message
+            if self._outbox is not None:
+                self._outbox.put(message)
+
+    def say(self, message: Any) -> None:
+        """Say it once, now or when the stream is next open; a stream that breaks just then loses it."""
+        with self._lock:
+            if self._outbox is not None:
+                self._outbox.put(message)
+            else:
+                self._once.append(message)
+
+    def close(self) -> None:
+        """Deliver what was said, as long as that takes no more than a beat, and end."""
+        self._closing.set()
+        with self._lock:
+            if self._outbox is not None:
+                self._outbox.put(None)
+        if not self._thread.is_alive() or self._thread is threading.current_thread():
+            return
+        self._thread.join(self._timeouts.beat_s)
+        with self._lock:
+            if self._call is not None:
+                self._call.cancel()
+        self._thread.join(self._timeouts.budget_s)
+
+    def _run(self) -> None:
+        pause_s = self._timeouts.backoff_first_s
+        while not self._closing.is_set():
+            if self._converse():
+                pause_s = self._timeouts.backoff_first_s
+            # Jitter: the workers of a job lose the coordinator at the same moment.
+            self._closing.wait(pause_s * random.uniform(0.5, 1.0))
+            pause_s = min(2 * pause_s, self._timeouts.backoff_max_s)
+
+    def _converse(self) -> bool:
+        """Open a stream and listen until it ends. Whether anything was heard."""
+        import grpc
+
+        heard = False
+        with grpc.insecure_channel(self._address, options=protocol.CHANNEL_OPTIONS) as channel:
+            outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+            with self._lock:
+                for message in (self._opening(), *self._kept.values(), *self._once):
+                    outbox.put(message)
+                self._once.clear()
+                self._outbox = outbox
+                if self._closing.is_set():
+                    outbox.put(None)
+                method = channel.stream_stream(
+                    f"/{protocol.SERVICE}/{self._method}",
+                    request_serializer=lambda message: message.SerializeToString(),
+                    response_deserializer=self._response.FromString,
+                )
+                self._call = method(self._outgoing(outbox), metadata=protocol.credentials(self._token))
+            try:
+                for message in self._call:
+                    heard = True
+                    self._hear(message)
+            except grpc.RpcError as error:
+                if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                    self.token_refused.set()
+            finally:
+                with self._lock:
+                    self._outbox = self._call = None
+                outbox.put(None)
+        return heard
+
+    def _outgoing(self, outbox: queue.SimpleQueue[Any]) -> Iterator[Any]:
+        """gRPC asks for the next message when the last one is out, so no beats pile up while a coordinator hangs."""
+        due = time.monotonic() + self._timeouts.beat_s
+        while True:
+            try:
+                message = outbox.get(timeout=max(0.0, due - time.monotonic()) if self._beat else None)
+            except queue.Empty:
+                assert self._beat is not None
+                message = self._beat()
+                due = time.monotonic() + self._timeouts.beat_s
+            if message is None:
+                return
+            yield message
+
+
+class Client:
+    """A worker's link to the coordinator.
+
+    `on_generation` is called on the client's thread for every generation that lists this worker, in order; `on_drain`
+    when it is asked to leave.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        token: str,
+        worker_id: str,
+        host: str,
+        timeouts: Timeouts,
+        progress: Callable[[], Progress],
+        on_generation: Callable[[Generation], None],
+        on_drain: Callable[[], None],
+    ) -> None:
+        self._address = address
+        self._worker_id = worker_id
+        self._host = host
+        self._timeouts = timeouts
+        self._progress = progress
+        self._on_generation = on_generation
+        self._on_drain = on_drain
+        self._news = threading.Condition()
+        self._welcome: Welcome | None = None
+        self._refused = ""
+        self._last_fault = 0
+        self.newest: Generation | None = None
+        self.dismissed = False  # the coordinator said Bye
+        self._link = Link(address, token, "Work", ToWorker, timeouts, self._join, self._hear, self._beat)
+
+    def connect(self) -> Welcome:
+        """Blocks until welcomed. Raises TokenRefused, SettingsContradict, or CoordinatorLost after the join timeout."""
+        self._link.start()
+        deadline = time.monotonic() + self._timeouts.join_s
+        with self._news:
+            while self._welcome is None:
+                if self._link.token_refused.is_set():
+                    raise TokenRefused(f"{self._address} refused the token; use the one in the job's run directory")
+                if self._refused:
+                    raise SettingsContradict(f"{self._worker_id} cannot join: {self._refused}")
+                if time.monotonic() > deadline:
+                    raise CoordinatorLost(
+                        f"no welcome from {self._address} within {self._timeouts.join_s:g} s; "
+                        "is the job still running (shoal status)?"
+                    )
+                self._news.wait(self._timeouts.backoff_first_s)
+            return self._welcome
+
+    def ready(self) -> None:
+        self._link.keep("ready", FromWorker(ready={}))
+
+    def leave(self) -> None:
+        self._link.keep("leave", FromWorker(leave={}))
+
+    def parked(self, generation: int) -> None:
+        """This worker is a leaver of `generation` and has acknowledged it."""
+        self._link.keep("parked", FromWorker(parked={"generation": generation}))
+
+    def finished(self, digest: str, step: int, seq: int, report: dict[str, Any]) -> None:
+        body = {"digest": digest, "step": step, "seq": seq, "report_json": json.dumps(report)}
+        self._link.keep("finished", FromWorker(finished=body))
+
+    def failed(self, kind: str, message: str, traceback: str) -> None:
+        """The user's code raised. Call `close` afterwards: it delivers this."""
+        cut = protocol.TRACEBACK_CHARS
+        body = {"kind": kind, "message": message[:cut], "traceback": traceback[-cut:]}
+        self._link.keep("failed", FromWorker(failed=body))
+
+    def scale(self, target: int, relative: bool = False) -> None:
+        self._link.say(FromWorker(scale={"target": target, "relative": relative}))
+
+    def wait_newer(self, number: int, timeout_s: float) -> Generation | None:
+        """The newest generation once it is above `number`; None after the timeout, or when dismissed meanwhile.
+
+        Its `fault` says whether any generation above `number` came from a fault.
+        """
+        with self._news:
+            self._news.wait_for(lambda: self.dismissed or self._newest_above(number) is not None, timeout_s)
+            return self._newest_above(number)
+
+    def wait_bye(self, timeout_s: float) -> bool:
+        """Whether the coordinator said Bye before the timeout."""
+        with self._news:
+            return self._news.wait_for(lambda: self.dismissed, timeout_s)
+
+    def close(self) -> None:
+        self._link.close()
+
+    def close_in_child(self) -> None:
+        """In a forked loader worker: close the sockets to the coordinator, so that its end sees ours end with us."""
+        close_inherited(self._address)
+
+    def _newest_above(self, number: int) -> Generation | None:
+        if self.newest is None or self.newest.number <= number:
+            return None
+        return replace(self.newest, fault=self._last_fault > number)
+
+    def _join(self) -> Any:
+        return FromWorker(
+            join={
+                "worker_id": self._worker_id,
+                "host": self._host,
+                "pid": os.getpid(),
+                "version": PROTOCOL_VERSION,
+                "generation": 0 if self.newest is None else self.newest.number,
+            }
+        )
+
+    def _beat(self) -> Any:
+        progress = self._progress()
+        return FromWorker(
+            beat={
+                "seq": progress.seq,
+                "step": progress.step,
+                "epoch": progress.epoch,
+                "samples": progress.samples,
+                "loss": progress.loss,
+                "waiting_for": progress.waiting_for,
+                "waited_s": progress.waited_s,
+            }
+        )
+
+    def _hear(self, message: Any) -> None:
+        kind, body = protocol.kind_of(message)
+        if kind == "generation":
+            generation = protocol.from_wire(body)
+            if self.newest is not None and generation.number <= self.newest.number:
+                return
+            with self._news:
+                self.newest = generation
+                if generation.fault:
+                    self._last_fault = generation.number
+                self._news.notify_all()
+            self._on_generation(generation)
+        elif kind == "drain":
+            self._on_drain()
+        else:
+            with self._news:
+                if kind == "welcome":
+                    self._welcome = Welcome(body.slot, json.loads(body.settings_json))
+                elif kind == "bye":
+                    self.dismissed = True
+                elif kind == "refused":
+                    self._refused = body.reason
+                self._news.notify_all()
+
+
+class LauncherClient:
+    """A launcher's link to the coordinator. The callbacks are called on the link's thread.
+
+    `live` gives worker_id and pid of every process that has not been reported gone; it is read at each reconnect, and
+    whoever is missing there counts as dead.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        token: str,
+        host: str,
+        timeouts: Timeouts,
+        live: Callable[[], Iterable[tuple[str, int]]],
+        on_target: Callable[[int, bool], None],  # how many workers; whether those who exit need no replacement
+        on_fence: Callable[[str, str], None],  # worker_id, reason: kill it, then report it gone
+        on_probe: Callable[[str], None],  # worker_id: report evidence
+        on_stop: Callable[[str, bool, str], None],  # reason, failed, the error's class
+    ) -> None:
+        self._host = host
+        self._live = live
+        self._on_target = on_target
+        self._on_fence = on_fence
+        self._on_probe = on_probe
+        self._on_stop = on_stop
+        self._gone: dict[str, int] = {}
+        self._link = Link(address, token, "Launch", ToLauncher, timeouts, self._hello, self._hear)
+
+    def start(self) -> None:
+        self._link.start()
+
+    def started(self, worker_id: str, pid: int) -> None:
+        self._link.say(FromLauncher(started={"worker_id": worker_id, "pid": pid}))
+
+    def gone(self, worker_id: str, clean: bool, exit_code: int = 0, signal: int = 0, reason: str = "") -> None:
+        """The process is dead: its pidfd said so."""
+        body = {"worker_id": worker_id, "clean": clean, "exit_code": exit_code, "signal": signal, "reason": reason}
+        self._gone[worker_id] = 0
+        self._link.keep(f"gone {worker_id}", FromLauncher(gone=body))
+
+    def evidence(self, worker_id: str, stopped: bool, cpu_time_s: float) -> None:
+        body = {"worker_id": worker_id, "stopped": stopped, "cpu_time_s": cpu_time_s}
+        self._link.say(FromLauncher(evidence=body))
+
+    def close(self) -> None:
+        self._link.close()
+
+    def _hello(self) -> Any:
+        # Those reported gone are listed too: their own messages follow, and say how they ended.
+        listed = {**self._gone, **dict(self._live())}
+        workers = [{"worker_id": worker_id, "pid": pid} for worker_id, pid in listed.items()]
+        return FromLauncher(hello={"host": self._host, "pid": os.getpid(), "workers": workers})
+
+    def _hear(self, message: Any) -> None:
+        kind, body = protocol.kind_of(message)
+        if kind == "target":
+            self._on_target(body.n, body.finishing)
+        elif kind == "fence":
+            self._on_fence(body.worker_id, body.reason)
+        elif kind == "probe":
+            self._on_probe(body.worker_id)
+        elif kind == "stop":
+            self._on_stop(body.reason, body.failed, body.kind)
+
+
+def status(address: str, token: str, timeout_s: float = Timeouts().command_s) -> dict[str, Any]:
+    """What the coordinator knows of the job. Raises JobNotFound, TokenRefused."""
+    return _command(address, token, CommandRequest(status={}), timeout_s)
+
+
+def scale(
+    address: str, token: str, target: int, relative: bool = False, timeout_s: float = Timeouts().command_s
+) -> dict[str, Any]:
+    """Raises JobNotFound, TokenRefused, SettingsContradict when the target is out of range."""
+    return _command(address, token, CommandRequest(scale={"target": target, "relative": relative}), timeout_s)
+
+
+def stop(address: str, token: str, reason: str, timeout_s: float = Timeouts().command_s) -> dict[str, Any]:
+    """Drain every worker and end the job. Raises JobNotFound, TokenRefused."""
+    return _command(address, token, CommandRequest(stop={"reason": reason}), timeout_s)
+
+
+def _command(address: str, token: str, request: Any, timeout_s: float) -> dict[str, Any]:
+    import grpc
+
+    with grpc.insecure_channel(address, options=protocol.CHANNEL_OPTIONS) as channel:
+        call = channel.unary_unary(
+            f"/{protocol.SERVICE}/Command",
+            request_serializer=lambda message: message.SerializeToString(),
+            response_deserializer=CommandReply.FromString,
+        )
+        try:
+            reply = call(request, metadata=protocol.credentials(token), timeout=timeout_s)
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                raise TokenRefused(f"{address} refused the token; use the one in the job's run directory") from None
+            raise JobNotFound(
+                f"no job answers at {address} ({error.code().name.lower()}); has it ended? see its events.jsonl"
+            ) from None
+    if reply.error:
+        raise SettingsContradict(reply.error)
+    answer: dict[str, Any] = json.loads(reply.status_json)
+    return answer
+
+
+def close_inherited(address: str) -> None:
+    """Close every socket of this process that is connected to `address`, or that a server there left behind.
+
+    For a forked child only: gRPC's own state in it still names these descriptors and must not be used.
+    """
+    host, _, port = address.rpartition(":")
+    end = (host, int(port))
+    for name in os.listdir("/proc/self/fd"):
+        fd = int(name)
+        try:
+            if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(fd)) as copy:
+                ours = end in (_plain(copy.getsockname()), _peer(copy))
+            if ours:
+                os.close(fd)
+        except OSError:
+            continue  # the descriptor of the listing itself, or one that is no internet socket
+
+
+def _peer(connection: socket.socket) -> tuple[str, int] | None:
+    try:
+        return _plain(connection.getpeername())
+    except OSError:
+        return None
+
+
+def _plain(name: Any) -> tuple[str, int] | None:
+    """Host and port of a socket's name, with an IPv4 address inside IPv6 written as IPv4."""
+    return (name[0].removeprefix("::ffff:"), name[1]) if isinstance(name, tuple) and len(name) >= 2 else None

@@ -1,0 +1,557 @@
+"""The job's control server: it feeds what it hears to `membership`, writes the journal, then tells everybody.
+
+    python -m shoal.control.coordinator --dir DIR --min 1 --max 8 --target 4 --budget 5
+
+The process ends with its parent. `EmbeddedCoordinator` runs the same server in a thread. Killed at any time, another
+one on the same directory takes the same port and goes on from the journal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import ctypes
+import json
+import logging
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Literal, get_args
+
+from shoal.control import membership as m
+from shoal.control import protocol
+from shoal.control.journal import Journal
+from shoal.control.membership import Instruction, Membership, Outcome, State
+from shoal.control.protocol import CommandReply, CommandRequest, FromLauncher, FromWorker, ToLauncher, ToWorker
+from shoal.control.rundir import RunDir
+from shoal.control.timeouts import Timeouts
+from shoal.errors import SettingsContradict, ShoalError
+from shoal.metrics import EventLog
+
+OnError = Literal["stop", "relaunch"]
+Event = Callable[[Membership, float], Outcome]
+RATE_WINDOW_S = 10.0
+
+_log = logging.getLogger("shoal.coordinator")
+
+
+class Outbox:
+    """What waits to be sent on one stream, in order."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[Any] = asyncio.Queue()
+
+    def put(self, message: Any) -> None:
+        self._queue.put_nowait(message)
+
+    def end(self) -> None:
+        self._queue.put_nowait(None)
+
+    async def send_all(self, context: Any) -> None:
+        while (message := await self._queue.get()) is not None:
+            await context.write(message)
+
+
+class Coordinator:
+    """Serves one job. `membership` is that of a new job; what the journal holds goes before it."""
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        membership: Membership,
+        on_error: OnError = "stop",
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._run_dir = run_dir
+        self._on_error = on_error
+        self._clock = clock
+        self._wall = wall
+        self._token = run_dir.token()
+        self._settings_json = json.dumps(run_dir.settings())
+        self._journal = Journal(run_dir.journal)
+        self._events = EventLog(run_dir.events)
+        self._membership = self._journal.load(clock()) or membership
+        self._inbox: list[Event] = []
+        self._workers: dict[str, Outbox] = {}
+        self._launchers: dict[str, Outbox] = {}
+        self._pids: dict[str, int] = {}
+        self._beats: dict[str, Any] = {}
+        self._finished: dict[str, dict[str, Any]] = {}
+        self._samples: deque[tuple[float, int]] = deque()
+        self._stop_message: Any = None
+        self._ended = False
+        self._stopping = asyncio.Event()
+
+    async def start(self) -> str:
+        """Bind to loopback, at the port of the coordinator before if there was one. Returns host:port."""
+        import grpc
+
+        self._server = grpc.aio.server(options=protocol.SERVER_OPTIONS)
+        handlers = {
+            "Work": grpc.stream_stream_rpc_method_handler(
+                self._work, FromWorker.FromString, lambda message: message.SerializeToString()
+            ),
+            "Launch": grpc.stream_stream_rpc_method_handler(
+                self._launch, FromLauncher.FromString, lambda message: message.SerializeToString()
+            ),
+            "Command": grpc.unary_unary_rpc_method_handler(
+                self._command, CommandRequest.FromString, lambda message: message.SerializeToString()
+            ),
+        }
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(protocol.SERVICE, handlers),))
+        before = self._run_dir.address()
+        try:
+            port = self._server.add_insecure_port(before or "127.0.0.1:0")
+        except RuntimeError as error:
+            raise ShoalError(
+                f"cannot serve at {before or '127.0.0.1'}: {error}; is another coordinator there?"
+            ) from None
+        await self._server.start()
+        address = f"127.0.0.1:{port}"
+        self._run_dir.write_address(address)
+        self._ticker = asyncio.create_task(self._tick())
+        return address
+
+    async def serve(self, serving: Callable[[str], None] | None = None) -> None:
+        """Run until `request_stop`; `serving` is called with the address once it answers."""
+        address = await self.start()
+        if serving is not None:
+            serving(address)
+        _log.info("coordinator serves %s at %s", self._run_dir.path, address)
+        await self._stopping.wait()
+        await self.close()
+
+    def request_stop(self) -> None:
+        self._stopping.set()
+
+    async def close(self) -> None:
+        self._ticker.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._ticker
+        await self._server.stop(grace=None)
+        self._journal.close()
+        self._events.close()
+
+    # Events come in.
+
+    def _post(self, event: Event) -> None:
+        """Everything posted in one turn of the loop is handled together, and makes one generation at most."""
+        self._inbox.append(event)
+        if len(self._inbox) == 1:
+            asyncio.get_running_loop().call_soon(self._turn)
+
+    def _turn(self) -> None:
+        events, self._inbox = self._inbox, []
+        now = self._clock()
+        before = self._membership
+        instructions: list[Instruction] = []
+        for event in events:
+            self._membership, more = event(self._membership, now)
+            instructions += more
+        self._membership, more = m.settle(self._membership)
+        instructions += more
+        if self._membership != before:
+            published = [instruction for instruction in instructions if isinstance(instruction, m.Publish)]
+            self._journal.record(self._membership, published, self._wall())
+        for instruction in instructions:
+            self._act(instruction)
+        if self._membership.finishing and not self._membership.workers and not self._ended:
+            self._ended = True
+            self._event("ended", generation=self._membership.number)
+            self._tell_launchers_to_stop("every worker has gone", failed=False, kind="")
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(self._membership.timeouts.probe_s)
+            self._post(m.on_tick)
+
+    async def _work(self, requests: AsyncIterator[Any], context: Any) -> None:
+        await self._admit(context)
+        outbox = Outbox()
+        worker_id = ""
+        sending = asyncio.create_task(outbox.send_all(context))
+        try:
+            async for message in requests:
+                kind, body = protocol.kind_of(message)
+                if kind == "join" and not worker_id:
+                    worker_id = body.worker_id
+                    if (older := self._workers.get(worker_id)) is not None:
+                        older.end()
+                    self._workers[worker_id] = outbox
+                    self._pids[worker_id] = body.pid
+                    self._post(self._joined(body, outbox))
+                elif worker_id:
+                    self._heard(worker_id, kind, body)
+            outbox.end()
+            await sending
+        finally:
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)  # it fails when the stream broke: no news
+            if self._workers.get(worker_id) is outbox:
+                del self._workers[worker_id]
+                self._post(lambda membership, now: self._disconnected(membership, worker_id))
+
+    def _joined(self, join: Any, outbox: Outbox) -> Event:
+        def event(membership: Membership, now: float) -> Outcome:
+            membership, instructions = m.on_join(membership, join.worker_id, join.host, now, join.generation)
+            worker = membership.worker(join.worker_id)
+            if worker is not None:
+                outbox.put(ToWorker(welcome={"slot": worker.member.slot, "settings_json": self._settings_json}))
+                newest = m.newest_for(membership, join.generation)
+                if newest is not None and (newest.rank(join.worker_id) is not None or newest.leaves(join.worker_id)):
+                    outbox.put(protocol.to_wire(newest))
+            return membership, instructions
+
+        return event
+
+    def _disconnected(self, membership: Membership, worker_id: str) -> Outcome:
+        """A broken stream is no death. But nobody else will say that a worker without a launcher has gone."""
+        worker = membership.worker(worker_id)
+        if worker is None or worker.launched or worker.state is not State.PARTED or worker_id in self._workers:
+            return membership, []
+        return m.on_gone(membership, worker_id, clean=True, reason="disconnected")
+
+    def _heard(self, worker_id: str, kind: str, body: Any) -> None:
+        if kind == "beat":
+            self._beats[worker_id] = body
+            self._note_samples(body.samples)
+            self._post(lambda membership, now: m.on_beat(membership, worker_id, now))
+            awaited = tuple(body.waiting_for)
+            self._post(lambda membership, now: m.on_waiting(membership, worker_id, awaited, now))
+        elif kind == "ready":
+            self._post(lambda membership, now: m.on_ready(membership, worker_id))
+        elif kind == "leave":
+            self._post(lambda membership, now: m.on_leave(membership, worker_id))
+        elif kind == "parked":
+            self._post(lambda membership, now: m.on_parked(membership, worker_id, body.generation))
+        elif kind == "finished":
+            report = json.loads(body.report_json or "{}")
+            self._finished[worker_id] = {"digest": body.digest, "step": body.step, "seq": body.seq, "report": report}
+            self._post(lambda membership, now: m.on_finished(membership, worker_id))
+        elif kind == "failed":
+            self._post(lambda membership, now: self._failed(membership, worker_id, body))
+        elif kind == "scale":
+            self._post(lambda membership, now: self._scaled_by_worker(membership, worker_id, body))
+
+    def _failed(self, membership: Membership, worker_id: str, failure: Any) -> Outcome:
+        if self._stop_message is not None:
+            return membership, []  # the same report again after a reconnect, or the same mistake on another worker
+        text = f"{failure.kind}: {failure.message}"
+        self._event("failed", worker_id=worker_id, text=text, traceback=failure.traceback)
+        if self._on_error == "relaunch":
+            return membership, []
+        self._event("stopping", text=f"{worker_id} failed")
+        self._tell_launchers_to_stop(f"{worker_id} failed: {text}", failed=True, kind=failure.kind)
+        return m.on_stop(membership, at_once=True)
+
+    def _scaled_by_worker(self, membership: Membership, worker_id: str, scale: Any) -> Outcome:
+        try:
+            return self._scaled(membership, scale)
+        except SettingsContradict as mistake:
+            _log.warning("%s: %s", worker_id, mistake)
+            return membership, []
+
+    def _scaled(self, membership: Membership, scale: Any) -> Outcome:
+        """Relative steps stop at min and max."""
+        if not scale.relative:
+            return m.on_scale(membership, scale.target)
+        wanted = membership.target + scale.target
+        return m.on_scale(membership, min(max(wanted, membership.min_size), membership.max_size))
+
+    async def _launch(self, requests: AsyncIterator[Any], context: Any) -> None:
+        await self._admit(context)
+        outbox = Outbox()
+        host = ""
+        sending = asyncio.create_task(outbox.send_all(context))
+        try:
+            async for message in requests:
+                kind, body = protocol.kind_of(message)
+                if kind == "hello" and not host:
+                    host = body.host
+                    if (older := self._launchers.get(host)) is not None:
+                        older.end()
+                    self._launchers[host] = outbox
+                    self._greet(host, body.workers, outbox)
+                elif host:
+                    self._heard_launcher(host, kind, body)
+            outbox.end()
+            await sending
+        finally:
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)  # it fails when the stream broke: no news
+            if self._launchers.get(host) is outbox:
+                del self._launchers[host]
+
+    def _greet(self, host: str, workers: Any, outbox: Outbox) -> None:
+        live = [worker.worker_id for worker in workers]
+        if self._stop_message is not None:
+            outbox.put(self._stop_message)
+        self._post(lambda membership, now: m.on_roster(membership, host, live))
+        for worker in workers:
+            self._heard_launcher(host, "started", worker)
+
+    def _heard_launcher(self, host: str, kind: str, body: Any) -> None:
+        worker_id = body.worker_id
+        if kind == "started":
+            self._pids[worker_id] = body.pid
+            self._post(lambda membership, now: m.on_join(membership, worker_id, host, now, launched=True))
+        elif kind == "gone":
+            reason = body.reason or (
+                f"killed by signal {body.signal}" if body.signal else f"exit code {body.exit_code}"
+            )
+            self._post(lambda membership, now: m.on_gone(membership, worker_id, body.clean, reason))
+        elif kind == "evidence":
+            self._post(lambda membership, now: m.on_evidence(membership, worker_id, body.stopped, body.cpu_time_s, now))
+
+    async def _command(self, request: Any, context: Any) -> Any:
+        await self._admit(context)
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        kind, body = protocol.kind_of(request)
+
+        def event(membership: Membership, now: float) -> Outcome:
+            outcome: Outcome = (membership, [])
+            try:
+                if kind == "scale":
+                    outcome = self._scaled(membership, body)
+                elif kind == "stop":
+                    outcome = self._stop(membership, body.reason)
+            except SettingsContradict as mistake:
+                done.set_exception(mistake)
+            else:
+                done.set_result(None)
+            return outcome
+
+        self._post(event)
+        try:
+            await done
+        except SettingsContradict as mistake:
+            return CommandReply(error=str(mistake))
+        return CommandReply(status_json=json.dumps(self.status()))
+
+    def _stop(self, membership: Membership, reason: str) -> Outcome:
+        self._event("stopping", text=reason)
+        self._tell_launchers_to_stop(reason, failed=False, kind="")
+        return m.on_stop(membership, at_once=False)
+
+    async def _admit(self, context: Any) -> None:
+        if not protocol.admits(self._token, context.invocation_metadata()):
+            import grpc
+
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is missing or not this job's")
+
+    # Instructions go out.
+
+    def _act(self, instruction: Instruction) -> None:
+        if isinstance(instruction, m.Publish):
+            self._publish(instruction.generation, instruction.cause)
+        elif isinstance(instruction, m.Bye):
+            self._tell_worker(instruction.worker_id, ToWorker(bye={}))
+        elif isinstance(instruction, m.Drain):
+            self._tell_worker(instruction.worker_id, ToWorker(drain={}))
+        elif isinstance(instruction, m.Refuse):
+            self._tell_worker(instruction.worker_id, ToWorker(refused={"reason": instruction.reason}))
+        elif isinstance(instruction, m.Fence):
+            fence = {"worker_id": instruction.worker_id, "reason": instruction.reason}
+            self._tell_launchers(ToLauncher(fence=fence))
+        elif isinstance(instruction, m.Probe):
+            self._tell_launchers(ToLauncher(probe={"worker_id": instruction.worker_id}))
+        elif isinstance(instruction, m.SetTarget):
+            target = {"n": instruction.target, "finishing": instruction.finishing}
+            self._tell_launchers(ToLauncher(target=target))
+        else:
+            details = self._finished.get(instruction.worker_id, {}) if instruction.kind == "finished" else {}
+            self._event(instruction.kind, worker_id=instruction.worker_id, text=instruction.text, **details)
+            if instruction.kind in ("left", "lost"):
+                self._forget(instruction.worker_id)
+
+    def _publish(self, generation: m.Generation, cause: str) -> None:
+        message = protocol.to_wire(generation)
+        for member in (*generation.members, *generation.leavers):
+            self._tell_worker(member.worker_id, message)
+        size = len(generation.members)
+        workers = f"{size} worker{'' if size == 1 else 's'}{', paused' if generation.paused else ''}"
+        _log.info("generation %d → %d: %s, %s", generation.number - 1, generation.number, cause, workers)
+        self._event(
+            "generation",
+            number=generation.number,
+            members=[member.worker_id for member in generation.members],
+            leavers=[member.worker_id for member in generation.leavers],
+            fault=generation.fault,
+            paused=generation.paused,
+            cause=cause,
+        )
+
+    def _tell_worker(self, worker_id: str, message: Any) -> None:
+        if (outbox := self._workers.get(worker_id)) is not None:
+            outbox.put(message)
+
+    def _tell_launchers(self, message: Any) -> None:
+        for outbox in self._launchers.values():
+            outbox.put(message)
+
+    def _tell_launchers_to_stop(self, reason: str, failed: bool, kind: str) -> None:
+        if self._stop_message is None:
+            self._stop_message = ToLauncher(stop={"reason": reason, "failed": failed, "kind": kind})
+            self._tell_launchers(self._stop_message)
+
+    def _event(self, kind: str, **fields: Any) -> None:
+        self._events.write(self._wall(), kind, **fields)
+        if kind != "generation":
+            _log.info("%s %s %s", kind, fields.get("worker_id", ""), fields.get("text", ""))
+
+    def _forget(self, worker_id: str) -> None:
+        for kept in (self._pids, self._beats):
+            kept.pop(worker_id, None)
+
+    # What is known.
+
+    def _note_samples(self, samples: int) -> None:
+        now = self._clock()
+        if not self._samples or samples > self._samples[-1][1]:
+            self._samples.append((now, samples))
+        while len(self._samples) > 2 and now - self._samples[0][0] > RATE_WINDOW_S:
+            self._samples.popleft()
+
+    def _rate(self) -> float:
+        if len(self._samples) < 2:
+            return 0.0
+        (first_at, first), (last_at, last) = self._samples[0], self._samples[-1]
+        return (last - first) / max(last_at - first_at, 1e-9)
+
+    def _phase(self) -> str:
+        newest = self._membership.newest
+        if self._ended:
+            return "ended"
+        if self._stop_message is not None:
+            return "stopping"
+        if self._membership.finishing:
+            return "finishing"
+        if newest is None:
+            return "starting"
+        return "paused" if newest.paused else "running"
+
+    def status(self) -> dict[str, Any]:
+        """What `shoal status` shows; everything in it can be written as JSON."""
+        membership = self._membership
+        newest = membership.newest
+        front = max(self._beats.values(), key=lambda beat: (beat.epoch, beat.step), default=FromWorker().beat)
+        workers = []
+        for worker in membership.workers:
+            beat = self._beats.get(worker.worker_id)
+            workers.append(
+                {
+                    "worker_id": worker.worker_id,
+                    "rank": newest.rank(worker.worker_id) if newest and worker.state is State.MEMBER else None,
+                    "slot": worker.member.slot,
+                    "host": worker.member.host,
+                    "state": worker.state.value,
+                    "pid": self._pids.get(worker.worker_id),
+                    "step": None if beat is None else beat.step,
+                    "suspect": worker.life.suspect,
+                }
+            )
+        return {
+            "dir": str(self._run_dir.path),
+            "phase": self._phase(),
+            "reason": "" if self._stop_message is None else self._stop_message.stop.reason,
+            "generation": membership.number,
+            "members": workers,
+            "step": front.step,
+            "epoch": front.epoch,
+            "samples": self._samples[-1][1] if self._samples else 0,
+            "rate": self._rate(),
+            "loss": front.loss if self._beats and math.isfinite(front.loss) else None,
+            "target": membership.target,
+            "min": membership.min_size,
+            "max": membership.max_size,
+        }
+
+
+class EmbeddedCoordinator:
+    """A coordinator in a daemon thread of this process, for a job of one worker and for tests."""
+
+    def __init__(self, run_dir: RunDir, membership: Membership, on_error: OnError = "stop") -> None:
+        self._run_dir = run_dir
+        self._membership = membership
+        self._on_error: OnError = on_error
+        self._started = threading.Event()
+        self._address = ""
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="shoal-coordinator", daemon=True)
+
+    def start(self) -> str:
+        """host:port, once it serves. Raises what kept it from serving."""
+        self._thread.start()
+        self._started.wait()
+        if self._error is not None:
+            raise self._error
+        return self._address
+
+    def stop(self) -> None:
+        """Ends the server; workers are not told, as if it had been killed."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._coordinator.request_stop)
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except Exception as error:
+            self._error = error
+            _log.exception("the coordinator ended")
+        finally:
+            self._started.set()
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._coordinator = Coordinator(self._run_dir, self._membership, self._on_error)
+        await self._coordinator.serve(self._serving)
+
+    def _serving(self, address: str) -> None:
+        self._address = address
+        self._started.set()
+
+
+def _die_with_parent(parent: int | None) -> None:
+    """SIGKILL this process when the thread that started it ends; exit now if `parent` already has."""
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent is not None and os.getppid() != parent:
+        sys.exit("the process that started the coordinator has ended")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m shoal.control.coordinator", description=__doc__.split("\n")[0])
+    parser.add_argument("--dir", required=True, help="the run directory")
+    parser.add_argument("--min", type=int, default=1, help="fewer members than this pause the job")
+    parser.add_argument("--max", type=int, default=m.MAX_SLOTS, help="no more members than this")
+    parser.add_argument("--target", type=int, default=1, help="how many workers found the job")
+    parser.add_argument("--budget", type=float, default=5.0, help="seconds an awaited worker may be silent")
+    parser.add_argument("--on-error", choices=get_args(OnError), default="stop", help="when a worker's code raises")
+    parser.add_argument("--parent", type=int, help="the pid that started this; exit if it is not the parent")
+    options = parser.parse_args()
+    _die_with_parent(options.parent)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+
+    async def serve() -> None:
+        membership = m.found(options.min, options.max, options.target, Timeouts(options.budget))
+        coordinator = Coordinator(RunDir.open(options.dir), membership, options.on_error)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, coordinator.request_stop)
+        await coordinator.serve()
+
+    try:
+        asyncio.run(serve())
+    except ShoalError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+
+
+if __name__ == "__main__":
+    main()

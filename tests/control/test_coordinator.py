@@ -1,0 +1,349 @@
+"""The coordinator and its clients, for real over loopback in one process."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.control import client as control
+from shoal.control.client import Client, LauncherClient, Progress
+from shoal.control.coordinator import EmbeddedCoordinator
+from shoal.control.membership import Generation, found
+from shoal.control.rundir import RunDir
+from shoal.control.timeouts import Timeouts
+from shoal.errors import CoordinatorLost, JobNotFound, SettingsContradict, TokenRefused
+from shoal.metrics import read_events
+
+WAIT_S = 20.0
+QUICK = Timeouts(0.5)
+
+
+class Job:
+    """A coordinator that can be killed and brought back, and whoever has joined it."""
+
+    def __init__(self, path: Path, **options: Any) -> None:
+        self.run_dir = RunDir.create(path, {"script": "train.py"})
+        self.options = options
+        self.clients: list[Any] = []
+        self.bring_up()
+
+    def bring_up(self, budget_s: float = 60.0, **sizes: int) -> None:
+        sizes = {"min_size": 1, "max_size": 8, "target": 2, **self.options.get("sizes", {}), **sizes}
+        timeouts = Timeouts(self.options.get("budget_s", budget_s), beat_s=0.05, probe_s=0.05)
+        membership = found(**sizes, timeouts=timeouts)
+        self.server = EmbeddedCoordinator(self.run_dir, membership, self.options.get("on_error", "stop"))
+        self.address = self.server.start()
+
+    def worker(self, worker_id: str, progress: Callable[[], Progress] = Progress) -> Worker:
+        worker = Worker(self.address, self.run_dir.token(), worker_id, progress)
+        self.clients.append(worker.client)
+        worker.slot = worker.client.connect().slot
+        return worker
+
+    def launcher(self, live: dict[str, int]) -> Launcher:
+        launcher = Launcher(self.address, self.run_dir.token(), live)
+        self.clients.append(launcher.client)
+        launcher.client.start()
+        return launcher
+
+    def status(self) -> dict[str, Any]:
+        return control.status(self.address, self.run_dir.token())
+
+    def kinds(self) -> list[str]:
+        return [event["event"] for event in read_events(self.run_dir.events)]
+
+    def end(self) -> None:
+        for client in self.clients:
+            client.close()
+        self.server.stop()
+
+
+class Worker:
+    def __init__(self, address: str, token: str, worker_id: str, progress: Callable[[], Progress]) -> None:
+        self.pushed: list[Generation] = []
+        self.drained = threading.Event()
+        self.slot = -1
+        timeouts = Timeouts(0.5, beat_s=0.05)
+        self.client = Client(
+            address, token, worker_id, "here", timeouts, progress, self.pushed.append, self.drained.set
+        )
+
+    def newer(self, number: int) -> Generation:
+        generation = self.client.wait_newer(number, WAIT_S)
+        assert generation is not None, f"no generation above {number}"
+        return generation
+
+
+class Launcher:
+    def __init__(self, address: str, token: str, live: dict[str, int]) -> None:
+        self.heard: queue.Queue[tuple[Any, ...]] = queue.Queue()
+        self.client = LauncherClient(
+            address,
+            token,
+            "here",
+            QUICK,
+            live.items,
+            on_target=lambda n, finishing: self.heard.put(("target", n, finishing)),
+            on_fence=lambda worker_id, reason: self.heard.put(("fence", worker_id)),
+            on_probe=lambda worker_id: self.heard.put(("probe", worker_id)),
+            on_stop=lambda reason, failed, kind: self.heard.put(("stop", reason, failed, kind)),
+        )
+
+    def hear(self, kind: str) -> tuple[Any, ...]:
+        """The next message of that kind."""
+        while (message := self.heard.get(timeout=WAIT_S))[0] != kind:
+            pass
+        return message
+
+
+@pytest.fixture
+def make_job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    jobs: list[Job] = []
+
+    def make(**options: Any) -> Job:
+        jobs.append(Job(tmp_path / f"run{len(jobs)}", **options))
+        return jobs[-1]
+
+    yield make
+    for job in jobs:
+        job.end()
+
+
+def ids(members: tuple[Any, ...]) -> list[str]:
+    return [member.worker_id for member in members]
+
+
+def test_two_founders_become_one_generation_in_slots_zero_and_one(make_job: Callable[..., Job]) -> None:
+    job = make_job()
+    first, second = job.worker("w0"), job.worker("w1")
+    assert (first.slot, second.slot) == (0, 1)
+    first.client.ready()
+    second.client.ready()
+    generation = first.newer(0)
+    assert generation == second.newer(0)
+    assert (generation.number, ids(generation.members), generation.fault) == (1, ["w0", "w1"], False)
+    assert job.kinds() == ["joined", "joined", "ready", "ready", "generation"]
+
+
+def test_a_leaver_gets_bye_only_after_it_parked_in_the_newest_generation(make_job: Callable[..., Job]) -> None:
+    job = make_job()
+    first, second = job.worker("w0"), job.worker("w1")
+    first.client.ready()
+    second.client.ready()
+    second.newer(0)
+    second.client.leave()
+    generation = second.newer(1)
+    assert (ids(generation.members), ids(generation.leavers)) == (["w0"], ["w1"])
+    assert first.newer(1) == generation
+    second.client.parked(1)
+    second.client.parked(generation.number)
+    assert second.client.wait_bye(WAIT_S)
+    assert not first.client.dismissed
+    assert job.status()["generation"] == 2
+
+
+def test_a_wrong_token_is_refused_for_workers_and_commands(make_job: Callable[..., Job]) -> None:
+    job = make_job()
+    worker = Worker(job.address, "guess", "w0", Progress)
+    job.clients.append(worker.client)
+    with pytest.raises(TokenRefused, match="run directory"):
+        worker.client.connect()
+    with pytest.raises(TokenRefused):
+        control.status(job.address, "guess")
+
+
+def test_a_worker_that_finds_no_coordinator_gives_up_after_the_join_timeout() -> None:
+    worker = Client("127.0.0.1:9", "t", "w0", "here", Timeouts(0.5, join_s=0.5), Progress, print, print)
+    with pytest.raises(CoordinatorLost, match=r"0\.5 s"):
+        worker.connect()
+    worker.close()
+
+
+def test_workers_go_on_after_the_coordinator_was_killed_and_came_back(make_job: Callable[..., Job]) -> None:
+    job = make_job()
+    first, second = job.worker("w0"), job.worker("w1")
+    first.client.ready()
+    second.client.ready()
+    assert first.newer(0).number == second.newer(0).number == 1
+    address = job.address
+    job.server.stop()
+    second.client.leave()  # said while nobody listens
+    job.bring_up()
+    assert job.address == address
+    generation = first.newer(1)
+    assert (generation.number, ids(generation.members), ids(generation.leavers)) == (2, ["w0"], ["w1"])
+    second.newer(1)
+    second.client.parked(2)
+    assert second.client.wait_bye(WAIT_S)
+    assert {member["worker_id"]: member["slot"] for member in job.status()["members"]}["w0"] == 0
+
+
+def test_a_death_told_by_the_launcher_is_a_fault_generation_with_its_signal_as_cause(
+    make_job: Callable[..., Job],
+) -> None:
+    job = make_job()
+    launcher = job.launcher({"w0": 1, "w1": 2})
+    assert launcher.hear("target") == ("target", 2, False)
+    first, second = job.worker("w0"), job.worker("w1")
+    first.client.ready()
+    second.client.ready()
+    first.newer(0)
+    launcher.client.gone("w1", clean=False, signal=9)
+    generation = first.newer(1)
+    assert (ids(generation.members), generation.fault) == (["w0"], True)
+    causes = [event["cause"] for event in read_events(job.run_dir.events) if event["event"] == "generation"]
+    assert causes[-1] == "w1 left (killed by signal 9)"
+
+
+def test_a_death_while_the_coordinator_was_away_is_known_when_it_is_back(make_job: Callable[..., Job]) -> None:
+    job = make_job()
+    live = {"w0": 1, "w1": 2}
+    launcher = job.launcher(live)
+    launcher.hear("target")
+    first, second = job.worker("w0"), job.worker("w1")
+    first.client.ready()
+    second.client.ready()
+    first.newer(0)
+    job.server.stop()
+    del live["w1"]
+    job.bring_up()
+    generation = first.newer(1)
+    assert (ids(generation.members), generation.fault) == (["w0"], True)
+
+
+def test_a_silent_worker_somebody_waits_for_is_probed_then_fenced(make_job: Callable[..., Job]) -> None:
+    job = make_job(budget_s=1.0)
+    launcher = job.launcher({"w0": 1, "w1": 2})
+    waiting: list[str] = []
+    first = job.worker("w0", lambda: Progress(waiting_for=tuple(waiting)))
+    second = job.worker("w1")
+    first.client.ready()
+    second.client.ready()
+    first.newer(0)
+    second.client.close()  # the process lives on, as far as the launcher knows
+    waiting.append("w1")
+    assert launcher.hear("probe") == ("probe", "w1")
+    assert launcher.hear("fence") == ("fence", "w1")
+    assert first.client.newest is not None
+    assert first.client.newest.number == 1, "a fenced worker is not lost before its launcher says so"
+    launcher.client.gone("w1", clean=False, signal=9)
+    assert first.newer(1).fault
+
+
+def test_scaling_down_drains_the_newest_and_out_of_range_is_an_error(make_job: Callable[..., Job]) -> None:
+    job = make_job()
+    launcher = job.launcher({"w0": 1, "w1": 2})
+    launcher.hear("target")
+    first, second = job.worker("w0"), job.worker("w1")
+    first.client.ready()
+    second.client.ready()
+    first.newer(0)
+    with pytest.raises(SettingsContradict, match="cannot scale to 9"):
+        control.scale(job.address, job.run_dir.token(), 9)
+    assert control.scale(job.address, job.run_dir.token(), -1, relative=True)["target"] == 1
+    assert launcher.hear("target") == ("target", 1, False)
+    assert second.drained.wait(WAIT_S)
+    assert ids(second.newer(1).leavers) == ["w1"]
+    assert not first.drained.is_set()
+
+
+def test_an_exception_in_user_code_stops_the_job_once(make_job: Callable[..., Job]) -> None:
+    job = make_job()
+    launcher = job.launcher({"w0": 1, "w1": 2})
+    first, second = job.worker("w0"), job.worker("w1")
+    first.client.failed("ValueError", "bad batch", "Traceback …")
+    second.client.failed("ValueError", "bad batch", "Traceback …")
+    assert launcher.hear("stop") == ("stop", "w0 failed: ValueError: bad batch", True, "ValueError")
+    assert first.client.wait_bye(WAIT_S)
+    assert second.client.wait_bye(WAIT_S)
+    assert job.kinds().count("failed") == 1
+
+
+def test_with_relaunch_an_exception_in_user_code_is_left_to_the_launcher(make_job: Callable[..., Job]) -> None:
+    job = make_job(on_error="relaunch")
+    launcher = job.launcher({"w0": 1, "w1": 2})
+    first, second = job.worker("w0"), job.worker("w1")
+    first.client.ready()
+    second.client.ready()
+    first.newer(0)
+    second.client.failed("ValueError", "bad batch", "Traceback …")
+    second.client.close()
+    launcher.client.gone("w1", clean=False, exit_code=1)
+    assert first.newer(1).fault
+    assert "failed" in job.kinds()
+    assert "stopping" not in job.kinds()
+
+
+def test_a_job_ends_when_all_have_finished_and_gone(make_job: Callable[..., Job]) -> None:
+    job = make_job(sizes={"min_size": 2})
+    launcher = job.launcher({"w0": 1, "w1": 2})
+    workers = [job.worker("w0"), job.worker("w1")]
+    for worker in workers:
+        worker.client.ready()
+    for worker in workers:
+        worker.newer(0)
+        worker.client.finished("abc", 10, 11, {"loss": 0.5})
+    for worker in workers:
+        number = 1
+        while not worker.client.dismissed:
+            generation = worker.client.wait_newer(number, WAIT_S)
+            if generation is None:
+                break
+            assert not generation.paused
+            number = generation.number
+            if generation.leaves("w0") or generation.leaves("w1"):
+                worker.client.parked(number)
+    for worker, worker_id in zip(workers, ("w0", "w1"), strict=True):
+        assert worker.client.wait_bye(WAIT_S)
+        launcher.client.gone(worker_id, clean=True)
+    assert launcher.hear("stop") == ("stop", "every worker has gone", False, "")
+    finished = [event for event in read_events(job.run_dir.events) if event["event"] == "finished"]
+    assert [(event["digest"], event["step"], event["report"]) for event in finished] == [("abc", 10, {"loss": 0.5})] * 2
+    assert job.kinds()[-1] == "ended"
+    assert job.status()["phase"] == "ended"
+
+
+def test_status_tells_progress_from_the_beats(make_job: Callable[..., Job]) -> None:
+    job = make_job(sizes={"target": 1})
+    asked = threading.Semaphore(0)
+
+    def progress() -> Progress:
+        asked.release()
+        return Progress(seq=8, step=7, epoch=1, samples=448, loss=0.25)
+
+    worker = job.worker("w0", progress)
+    worker.client.ready()
+    worker.newer(0)
+    for _ in range(2):  # the second beat is asked for when the first is out
+        assert asked.acquire(timeout=WAIT_S)
+    worker.client.leave()
+    worker.newer(1)  # in order behind the beats
+    status = job.status()
+    assert (status["phase"], status["step"], status["epoch"], status["loss"]) == ("paused", 7, 1, 0.25)
+    assert status["samples"] == 448
+    assert status["members"][0]["step"] == 7
+
+
+def test_stop_drains_every_worker(make_job: Callable[..., Job]) -> None:
+    job = make_job()
+    first, second = job.worker("w0"), job.worker("w1")
+    first.client.ready()
+    second.client.ready()
+    first.newer(0)
+    assert control.stop(job.address, job.run_dir.token(), "asked by a test")["phase"] == "stopping"
+    generation = first.newer(1)
+    assert (generation.members, ids(generation.leavers), generation.paused) == ((), ["w0", "w1"], False)
+    assert first.drained.wait(WAIT_S)
+    assert second.drained.wait(WAIT_S)
+
+
+def test_a_command_to_a_job_that_ended_says_so(make_job: Callable[..., Job]) -> None:
+    job = make_job()
+    job.server.stop()
+    with pytest.raises(JobNotFound, match="no job answers"):
+        job.status()
