@@ -1,0 +1,486 @@
+"""The membership's promises: first one by one, then over random sequences of events."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from shoal.control import membership as m
+from shoal.control.membership import Bye, Drain, Fence, Generation, Membership, Probe, Publish, SetTarget, State
+from shoal.control.timeouts import Timeouts
+from shoal.errors import SettingsContradict
+
+
+class Script:
+    """Feeds events to a membership and keeps what came out since `take` was last called."""
+
+    def __init__(self, min_size: int = 1, max_size: int = 8, target: int = 2) -> None:
+        self.membership = m.found(min_size, max_size, target, Timeouts(10.0))
+        self.out: list[m.Instruction] = []
+        self.now = 0.0
+
+    def feed(self, outcome: m.Outcome) -> None:
+        self.membership, more = outcome
+        self.out += more
+
+    def come(self, *worker_ids: str) -> None:
+        for worker_id in worker_ids:
+            self.feed(m.on_join(self.membership, worker_id, "here", self.now))
+            self.feed(m.on_ready(self.membership, worker_id))
+
+    def settle(self) -> Generation | None:
+        """The generation published now, if any; other instructions stay in `out`."""
+        self.membership, more = m.settle(self.membership)
+        self.out += more
+        published = [instruction.generation for instruction in more if isinstance(instruction, Publish)]
+        assert len(published) <= 1
+        return published[0] if published else None
+
+    def tick_until(self, end: float, every: float = 1.0) -> None:
+        while self.now < end:
+            self.now += every
+            self.feed(m.on_tick(self.membership, self.now))
+
+    def take(self, *kinds: type) -> list[m.Instruction]:
+        taken, self.out = [each for each in self.out if isinstance(each, kinds)], []
+        return taken
+
+
+def ids(members: tuple[m.Member, ...]) -> list[str]:
+    return [member.worker_id for member in members]
+
+
+def running(*worker_ids: str, min_size: int = 1) -> Script:
+    script = Script(min_size=min_size, target=len(worker_ids))
+    script.come(*worker_ids)
+    assert script.settle() is not None
+    script.take()
+    return script
+
+
+def test_the_first_generation_waits_for_all_founders() -> None:
+    script = Script(target=3)
+    script.come("w0", "w1")
+    assert script.settle() is None
+    script.come("w2")
+    generation = script.settle()
+    assert generation is not None
+    assert (generation.number, ids(generation.members)) == (1, ["w0", "w1", "w2"])
+
+
+def test_founders_go_on_with_fewer_when_one_died_on_the_way_and_nobody_is_coming() -> None:
+    script = Script(target=3)
+    script.feed(m.on_join(script.membership, "w2", "here", 0.0, launched=True))
+    script.come("w0", "w1")
+    script.feed(m.on_gone(script.membership, "w2", clean=False))
+    script.feed(m.on_join(script.membership, "w3", "here", 0.0, launched=True))
+    assert script.settle() is None, "its replacement is on the way"
+    script.feed(m.on_gone(script.membership, "w3", clean=False))
+    generation = script.settle()
+    assert generation is not None
+    assert (ids(generation.members), generation.fault) == (["w0", "w1"], False)
+
+
+def test_a_newcomer_is_last_in_rank_and_planned() -> None:
+    script = running("w1", "w0")
+    script.come("a")
+    generation = script.settle()
+    assert generation is not None
+    assert (ids(generation.members), generation.fault, generation.number) == (["w1", "w0", "a"], False, 2)
+
+
+def test_several_changes_become_one_generation_that_is_a_fault_if_one_of_them_was() -> None:
+    script = running("w0", "w1", "w2")
+    script.come("w3")
+    script.feed(m.on_gone(script.membership, "w1", clean=False, reason="killed by signal 9"))
+    script.feed(m.on_leave(script.membership, "w2"))
+    generation = script.settle()
+    assert generation is not None
+    assert (ids(generation.members), ids(generation.leavers)) == (["w0", "w3"], ["w2"])
+    assert generation.fault
+    assert script.settle() is None
+    (publish,) = script.take(Publish)
+    assert isinstance(publish, Publish)
+    assert publish.cause == "w1 left (killed by signal 9), w2 leaves (asked to), w3 joined"
+
+
+def test_the_lowest_free_slot_is_given_and_only_the_dead_free_one() -> None:
+    script = running("w0", "w1", "w2")
+    script.feed(m.on_leave(script.membership, "w0"))
+    script.settle()
+    script.feed(m.on_parked(script.membership, "w0", 2))
+    script.come("w3")
+    script.feed(m.on_gone(script.membership, "w0", clean=True))
+    script.come("w4")
+    slots = {worker.worker_id: worker.member.slot for worker in script.membership.workers}
+    assert slots == {"w1": 1, "w2": 2, "w3": 3, "w4": 0}
+
+
+def test_a_full_membership_refuses_the_next_worker() -> None:
+    script = Script(max_size=256)
+    script.come(*(f"w{index}" for index in range(m.MAX_SLOTS)))
+    script.take()
+    script.come("more")
+    assert script.take(m.Refuse)
+    assert script.membership.worker("more") is None
+
+
+def test_a_leaver_parked_in_an_older_generation_must_park_again() -> None:
+    script = running("w0", "w1")
+    script.feed(m.on_leave(script.membership, "w1"))
+    script.settle()
+    script.come("w2")
+    generation = script.settle()
+    assert generation is not None
+    assert (generation.number, ids(generation.leavers)) == (3, ["w1"])
+    script.take()
+    script.feed(m.on_parked(script.membership, "w1", 2))
+    assert script.take(Bye) == []
+    script.feed(m.on_parked(script.membership, "w1", 3))
+    assert script.take(Bye) == [Bye("w1")]
+    script.feed(m.on_gone(script.membership, "w1", clean=False))
+    assert script.settle() is None, "who was told Bye is missed by nobody"
+
+
+def test_a_leaver_that_dies_before_bye_is_a_fault() -> None:
+    script = running("w0", "w1")
+    script.feed(m.on_leave(script.membership, "w1"))
+    script.settle()
+    script.feed(m.on_gone(script.membership, "w1", clean=False))
+    generation = script.settle()
+    assert generation is not None
+    assert (generation.fault, generation.leavers) == (True, ())
+
+
+def test_a_member_that_exits_with_0_in_the_middle_is_still_a_fault() -> None:
+    script = running("w0", "w1")
+    script.feed(m.on_gone(script.membership, "w1", clean=True))
+    generation = script.settle()
+    assert generation is not None
+    assert generation.fault
+
+
+def test_fewer_than_min_pause_and_one_more_goes_on() -> None:
+    script = running("w0", "w1", min_size=2)
+    script.feed(m.on_gone(script.membership, "w1", clean=False))
+    paused = script.settle()
+    assert paused is not None
+    assert paused.paused
+    script.come("w2")
+    resumed = script.settle()
+    assert resumed is not None
+    assert not resumed.paused
+
+
+def test_when_everybody_has_died_the_next_generation_still_tells_of_the_fault() -> None:
+    script = running("w0")
+    script.feed(m.on_gone(script.membership, "w0", clean=False))
+    assert script.settle() is None
+    script.come("w1")
+    generation = script.settle()
+    assert generation is not None
+    assert (ids(generation.members), generation.fault, generation.number) == (["w1"], True, 2)
+
+
+def test_workers_that_finish_leave_without_a_pause_and_need_no_replacement() -> None:
+    script = running("w0", "w1", min_size=2)
+    script.feed(m.on_finished(script.membership, "w0"))
+    generation = script.settle()
+    assert generation is not None
+    assert (generation.paused, ids(generation.leavers)) == (False, ["w0"])
+    assert script.take(SetTarget) == [SetTarget(2, finishing=True)]
+    script.feed(m.on_gone(script.membership, "w1", clean=False))
+    after = script.settle()
+    assert after is not None
+    assert (after.fault, after.paused) == (True, False)
+
+
+def test_who_comes_after_the_last_has_finished_is_sent_home() -> None:
+    script = running("w0")
+    script.feed(m.on_finished(script.membership, "w0"))
+    script.settle()
+    script.feed(m.on_parked(script.membership, "w0", 2))
+    script.come("late")
+    script.take()
+    assert script.settle() is None
+    assert script.take(Bye) == [Bye("late")]
+
+
+def test_a_worker_that_returns_because_it_was_drained_does_not_end_the_job() -> None:
+    script = running("w0", "w1")
+    script.feed(m.on_leave(script.membership, "w1"))
+    script.feed(m.on_finished(script.membership, "w1"))
+    assert not script.membership.finishing
+
+
+def test_scaling_down_sends_joiners_home_first_and_then_the_newest_members() -> None:
+    script = running("w0", "w1", "w2")
+    script.feed(m.on_join(script.membership, "w3", "here", 0.0))
+    script.take()
+    script.feed(m.on_scale(script.membership, 2))
+    assert script.take(Drain, Bye) == [Drain("w3"), Bye("w3"), Drain("w2")]
+    generation = script.settle()
+    assert generation is not None
+    assert (ids(generation.members), ids(generation.leavers)) == (["w0", "w1"], ["w2"])
+
+
+@pytest.mark.parametrize("target", [0, 9])
+def test_a_target_out_of_range_is_refused(target: int) -> None:
+    script = running("w0")
+    with pytest.raises(SettingsContradict, match="1 to 8"):
+        m.on_scale(script.membership, target)
+
+
+@pytest.mark.parametrize("sizes", [(0, 1, 1), (2, 8, 1), (1, 2, 3), (1, 257, 1)])
+def test_sizes_that_cannot_all_hold_are_refused(sizes: tuple[int, int, int]) -> None:
+    with pytest.raises(SettingsContradict, match="change -n"):
+        m.found(*sizes)
+
+
+def test_a_worker_nobody_waits_for_is_never_suspect() -> None:
+    script = running("w0", "w1")
+    script.tick_until(1000.0)
+    assert script.out == []
+
+
+def test_an_awaited_silent_worker_is_probed_and_fenced_at_the_budget_and_lost_only_when_gone() -> None:
+    script = running("w0", "w1")
+    for _ in range(12):
+        script.tick_until(script.now + 1.0)
+        script.feed(m.on_beat(script.membership, "w0", script.now))
+        script.feed(m.on_waiting(script.membership, "w0", ["w1"], script.now))
+        script.feed(m.on_evidence(script.membership, "w1", False, 3.0, script.now))
+    probes = script.take(Probe, Fence)
+    assert probes[0] == Probe("w1")
+    assert [each for each in probes if isinstance(each, Fence)] == probes[-1:]
+    worker = script.membership.worker("w1")
+    assert worker is not None
+    assert worker.fenced == "no sign of life for 10.0 s while awaited"
+    assert script.settle() is None
+    script.feed(m.on_gone(script.membership, "w1", clean=False))
+    assert script.settle() is not None
+
+
+@pytest.mark.parametrize(("stopped", "fenced"), [(False, False), (True, True)])
+def test_cpu_time_that_advances_speaks_for_a_silent_worker_unless_it_is_stopped(stopped: bool, fenced: bool) -> None:
+    script = running("w0", "w1")
+    for _ in range(40):
+        script.tick_until(script.now + 1.0)
+        script.feed(m.on_waiting(script.membership, "w0", ["w1"], script.now))
+        script.feed(m.on_evidence(script.membership, "w1", stopped, script.now, script.now))
+    assert bool(script.take(Fence)) == fenced
+
+
+def test_a_worker_long_silent_before_anybody_waited_is_not_fenced_before_it_was_probed() -> None:
+    script = running("w0", "w1")
+    script.tick_until(100.0)
+    script.feed(m.on_waiting(script.membership, "w0", ["w1"], script.now))
+    script.tick_until(104.0)
+    assert {type(each) for each in script.take(Fence, Probe)} == {Probe}
+    script.tick_until(106.0)
+    assert script.take(Fence)
+
+
+def test_waiting_that_ended_takes_the_suspicion_away() -> None:
+    script = running("w0", "w1")
+    script.feed(m.on_waiting(script.membership, "w0", ["w1"], 0.0))
+    script.tick_until(8.0)
+    script.feed(m.on_waiting(script.membership, "w0", [], script.now))
+    script.tick_until(100.0)
+    assert script.take(Fence) == []
+
+
+def test_a_coordinator_that_was_held_up_itself_fences_nobody() -> None:
+    script = running("w0", "w1")
+    script.feed(m.on_waiting(script.membership, "w0", ["w1"], 0.0))
+    script.tick_until(5.0)
+    script.now = 500.0
+    script.feed(m.on_tick(script.membership, script.now))
+    script.tick_until(508.0)
+    assert script.take(Fence) == []
+
+
+def test_a_joiner_the_founding_waits_for_is_fenced_when_it_hangs() -> None:
+    script = Script(target=2)
+    script.come("w0")
+    script.feed(m.on_join(script.membership, "w1", "here", 0.0))
+    script.feed(m.on_join(script.membership, "w2", "here", 0.0, launched=True))
+    script.tick_until(12.0)
+    assert [each.worker_id for each in script.take(Fence) if isinstance(each, Fence)] == ["w1"]
+    script.tick_until(61.0)
+    assert [each.worker_id for each in script.take(Fence) if isinstance(each, Fence)] == ["w2"], (
+        "after the join timeout"
+    )
+
+
+def test_a_launcher_that_is_back_tells_who_died_unheard_and_hears_of_fences() -> None:
+    script = running("w0", "w1", "w2")
+    for worker_id in ("w0", "w1"):
+        script.feed(m.on_join(script.membership, worker_id, "here", 0.0, launched=True))
+    worker = script.membership.worker("w0")
+    assert worker is not None
+    fenced = replace(worker, fenced="silent")
+    script.membership = replace(script.membership, workers=(fenced, *script.membership.workers[1:]))
+    script.feed(m.on_roster(script.membership, "here", ["w0"]))
+    assert script.take(Fence) == [Fence("w0", "silent")]
+    generation = script.settle()
+    assert generation is not None
+    assert (ids(generation.members), generation.fault) == (["w0", "w2"], True), "w2 is none of this launcher's"
+
+
+def test_a_reconnecting_worker_learns_of_a_fault_it_missed() -> None:
+    script = running("w0", "w1")
+    script.feed(m.on_gone(script.membership, "w1", clean=False))
+    script.settle()
+    script.come("w2")
+    newest = script.settle()
+    assert newest is not None
+    assert not newest.fault
+    assert m.newest_for(script.membership, 1) == replace(newest, fault=True)
+    assert m.newest_for(script.membership, 2) == newest
+
+
+def test_numbers_a_worker_has_seen_are_not_used_again_even_without_a_journal() -> None:
+    script = Script(target=1)
+    script.feed(m.on_join(script.membership, "w0", "here", 0.0, generation=41))
+    script.feed(m.on_ready(script.membership, "w0"))
+    generation = script.settle()
+    assert generation is not None
+    assert generation.number == 42
+
+
+class AnySequence(RuleBasedStateMachine):
+    """Events in any order, settled at any time, with a restart from the journal at any time."""
+
+    @initialize(min_size=st.integers(1, 3), more=st.integers(0, 3), room=st.integers(0, 3))
+    def begin(self, min_size: int, more: int, room: int) -> None:
+        target = min_size + more
+        self.membership = m.found(min_size, target + room, target, Timeouts(10.0))
+        self.now = 0.0
+        self.published: list[Generation] = []
+        self.gone: set[str] = set()
+        self.owed: set[str] = set()  # members that died since the last generation
+        self.became_member: list[str] = []
+        self.byes: set[str] = set()
+        self.count = 0
+
+    def feed(self, outcome: m.Outcome) -> None:
+        self.membership, instructions = outcome
+        for instruction in instructions:
+            if isinstance(instruction, Bye):
+                assert instruction.worker_id not in self.gone
+                self.byes.add(instruction.worker_id)
+            assert not isinstance(instruction, Publish)
+
+    def some(self, data: st.DataObject, *states: State) -> str:
+        among = [worker.worker_id for worker in self.membership.in_state(*(states or tuple(State)))]
+        return data.draw(st.sampled_from(among)) if among else "nobody"
+
+    @precondition(lambda self: self.count < 12)
+    @rule(launched=st.booleans())
+    def join(self, launched: bool) -> None:
+        self.feed(m.on_join(self.membership, f"w{self.count}", "here", self.now, launched=launched))
+        self.count += 1
+
+    @rule(data=st.data())
+    def join_again(self, data: st.DataObject) -> None:
+        worker_id = self.some(data)
+        if worker_id != "nobody":
+            slot = self.slot_of(worker_id)
+            self.feed(m.on_join(self.membership, worker_id, "here", self.now, self.membership.number))
+            assert self.slot_of(worker_id) == slot
+
+    def slot_of(self, worker_id: str) -> int:
+        worker = self.membership.worker(worker_id)
+        assert worker is not None
+        return worker.member.slot
+
+    @rule(data=st.data())
+    def ready(self, data: st.DataObject) -> None:
+        self.feed(m.on_ready(self.membership, self.some(data, State.JOINING)))
+
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        self.feed(m.on_leave(self.membership, self.some(data)))
+
+    @rule(data=st.data(), behind=st.integers(0, 1))
+    def parked(self, data: st.DataObject, behind: int) -> None:
+        worker_id = self.some(data)
+        before = set(self.byes)
+        self.feed(m.on_parked(self.membership, worker_id, self.membership.number - behind))
+        if self.byes != before:
+            assert behind == 0
+            assert self.published[-1].leaves(worker_id)
+
+    @rule(data=st.data(), clean=st.booleans())
+    def die(self, data: st.DataObject, clean: bool) -> None:
+        worker_id = self.some(data)
+        if worker_id == "nobody":
+            return
+        if worker_id in self.became_member and worker_id not in self.byes:
+            self.owed.add(worker_id)
+        self.feed(m.on_gone(self.membership, worker_id, clean))
+        self.gone.add(worker_id)
+
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        self.feed(m.on_finished(self.membership, self.some(data)))
+
+    @rule(data=st.data())
+    def scale(self, data: st.DataObject) -> None:
+        target = data.draw(st.integers(self.membership.min_size, self.membership.max_size))
+        self.feed(m.on_scale(self.membership, target))
+
+    @rule(data=st.data(), passed_s=st.floats(0.0, 6.0))
+    def tick(self, data: st.DataObject, passed_s: float) -> None:
+        self.now += passed_s
+        self.feed(m.on_waiting(self.membership, self.some(data), [self.some(data)], self.now))
+        self.feed(m.on_tick(self.membership, self.now))
+
+    @rule()
+    def restart(self) -> None:
+        again = m.from_json(m.to_json(self.membership), self.now)
+        assert again == self.membership
+        self.membership = again
+
+    @rule()
+    def settle(self) -> None:
+        warm = {worker.worker_id for worker in self.membership.in_state(State.WARM, State.MEMBER)}
+        before: Membership = self.membership
+        self.membership, instructions = m.settle(self.membership)
+        self.byes |= {each.worker_id for each in instructions if isinstance(each, Bye)}
+        generations = [each.generation for each in instructions if isinstance(each, Publish)]
+        if not generations:
+            assert not self.owed or not self.membership.in_state(State.MEMBER, State.LEAVING)
+            return
+        (generation,) = generations
+        members, leavers = ids(generation.members), ids(generation.leavers)
+        assert generation.number > max((each.number for each in self.published), default=0)
+        assert not set(members) & set(leavers)
+        assert not (set(members) | set(leavers)) & self.gone
+        assert not (set(members) | set(leavers)) & self.byes
+        assert set(members) <= warm
+        assert len(members) <= self.membership.max_size
+        assert generation.fault == bool(self.owed)
+        assert generation.paused == (len(members) < before.min_size and not before.finishing)
+        self.became_member += [worker_id for worker_id in members if worker_id not in self.became_member]
+        assert members == sorted(members, key=self.became_member.index)
+        self.published.append(generation)
+        self.owed.clear()
+
+    @invariant()
+    def slots_of_the_living_are_unique(self) -> None:
+        slots = [worker.member.slot for worker in self.membership.workers]
+        assert len(slots) == len(set(slots))
+
+    @invariant()
+    def nobody_gone_is_still_listed(self) -> None:
+        assert not {worker.worker_id for worker in self.membership.workers} & self.gone
+
+
+AnySequence.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestAnySequence = AnySequence.TestCase
