@@ -1,0 +1,287 @@
+"""Reads a worker's share of each step: torch's DataLoader, with an order that the ledger decides."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import random
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+    get_worker_info,
+)
+
+from shoal.data import ledger
+from shoal.data.ledger import Cursor, GlobalBatch, Ids, Pass
+from shoal.errors import DataUnusable, SettingsContradict
+
+_PR_SET_PDEATHSIG = 1
+_NO_IDS: Ids = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """One micro-batch of this worker's share: the range [lo, hi) of the epoch's order.
+
+    `ids` were written down where the data set was read. An empty micro-batch has no data.
+    """
+
+    data: Any
+    ids: Ids
+    batch: GlobalBatch
+    lo: int
+    hi: int
+    micro: int
+    micros: int
+
+
+class Loader:
+    """The micro-batches of one worker over a pass, in order.
+
+    With `num_workers` the data set is read ahead in that many loader processes, which outlive a change of the split and
+    die with this process. `in_child` runs first thing in each of them. Call `start` from a thread that lives as long as
+    the loader: the kernel takes the end of that thread for the end of the process. What the data set raises comes
+    out of `next`, with its traceback.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        pass_: Pass,
+        *,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        prefetch_factor: int | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        in_child: Callable[[], None] | None = None,
+    ) -> None:
+        if num_workers < 0:
+            raise SettingsContradict(f"num_workers is {num_workers}; ask for 0 (read in this process) or more")
+        if prefetch_factor is not None and num_workers == 0:
+            raise SettingsContradict(f"prefetch_factor={prefetch_factor} needs loader processes; set num_workers too")
+        self._pass = pass_
+        self._source = _Source(dataset, pass_, collate_fn)
+        self._requests = _Requests(pass_)
+        self._plan: Iterator[_Piece] | None = None
+        self._fetched: Iterator[tuple[Any, Ids]] = iter(())
+        pin_memory = pin_memory and torch.cuda.is_available()
+        self._torch_loader: DataLoader[Any] | None = None
+        # In this process a DataLoader would only add its own time, except for pinning.
+        if num_workers > 0 or pin_memory:
+            self._torch_loader = DataLoader(
+                self._source,
+                batch_sampler=self._requests,  # type: ignore[arg-type]  # requests stand for lists of indices
+                num_workers=num_workers,
+                collate_fn=_as_is,
+                pin_memory=pin_memory,
+                prefetch_factor=prefetch_factor,
+                persistent_workers=num_workers > 0,
+                # Not spawn: `in_child` and the counter of splits are inherited, and the data set need not be pickled.
+                multiprocessing_context="fork" if num_workers > 0 else None,
+                worker_init_fn=partial(_enter_loader_process, os.getpid(), in_child),
+                # Each iterator draws a seed; from the global generator it would disturb the user's randomness.
+                generator=torch.Generator(),
+            )
+
+    def start(self, cursor: Cursor, rank: int, size: int) -> None:
+        """Go on from here with this split. What was read ahead is thrown away."""
+        split_index = self._source.new_split()
+        self._plan = _plan(self._pass, cursor, rank, size)
+        self._requests.restart(split_index, cursor, rank, size)
+        if self._torch_loader is None:
+            self._fetched = map(self._source.read, self._requests)
+        else:
+            self._fetched = iter(self._torch_loader)
+
+    def next(self) -> Fetched | None:
+        """The next micro-batch; None at the end of the pass."""
+        assert self._plan is not None, "next() before start()"
+        piece = next(self._plan, None)
+        if piece is None:
+            return None
+        data, ids = next(self._fetched) if piece.hi > piece.lo else (None, _NO_IDS)
+        assert len(ids) == piece.hi - piece.lo, f"{piece} came with {len(ids)} ids"
+        return Fetched(data, ids, piece.batch, piece.lo, piece.hi, piece.micro, self._pass.accumulate)
+
+    def close(self) -> None:
+        """End the loader processes. A sample that is being read is waited for, but for seconds at most."""
+        self._source.new_split()
+        self._plan, self._fetched = iter(()), iter(())
+        if self._torch_loader is not None:
+            iterator, self._torch_loader = self._torch_loader._iterator, None
+            if iterator is not None:
+                # What the iterator does when it is collected. A traceback may hold on to it for long.
+                iterator._shutdown_workers()  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class _Piece:
+    batch: GlobalBatch
+    lo: int
+    hi: int
+    micro: int
+
+
+def _plan(pass_: Pass, cursor: Cursor, rank: int, size: int) -> Iterator[_Piece]:
+    """Every micro-batch of this rank to the end of the pass, if the split stays as it is."""
+    while (batch := ledger.take(pass_, cursor, size)) is not None:
+        cuts = ledger.micro(*ledger.split(batch, rank, size), pass_.accumulate)
+        yield from (_Piece(batch, lo, hi, index) for index, (lo, hi) in enumerate(cuts))
+        cursor = ledger.advance(cursor, batch)
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What travels to where the data set is read."""
+
+    split_index: int
+    epoch: int
+    ids: Ids
+
+
+class _Requests:
+    """The batch sampler: a request for each micro-batch that is not empty."""
+
+    def __init__(self, pass_: Pass) -> None:
+        self._pass = pass_
+        self._from = (0, Cursor(), 0, 1)
+
+    def restart(self, split_index: int, cursor: Cursor, rank: int, size: int) -> None:
+        self._from = (split_index, cursor, rank, size)
+
+    def __iter__(self) -> Iterator[_Request]:
+        split_index, cursor, rank, size = self._from
+        for piece in _plan(self._pass, cursor, rank, size):
+            if piece.hi > piece.lo:
+                epoch = piece.batch.epoch
+                yield _Request(split_index, epoch, self._pass.order(epoch)[piece.lo : piece.hi])
+
+
+class _Source(Dataset[Any]):
+    """The user's data set, read by requests: gives the collated data and the ids it was read by."""
+
+    def __init__(self, dataset: Dataset[Any], pass_: Pass, collate_fn: Callable[[list[Any]], Any] | None) -> None:
+        _check_readable(dataset, pass_)
+        self._pass = pass_
+        self._dataset, self._to_index = _without_subsets(dataset)
+        self._collate = collate_fn or default_collate
+        self._tensors: Sequence[torch.Tensor] | None = None
+        if type(self._dataset) is TensorDataset and collate_fn is None:
+            self._tensors = self._dataset.tensors
+        # Shared with the loader processes, which skip what was asked for before the newest split.
+        self._newest_split = memoryview(mmap.mmap(-1, 8)).cast("q")
+
+    def new_split(self) -> int:
+        self._newest_split[0] += 1
+        return self._newest_split[0]
+
+    def __getitems__(self, request: _Request) -> tuple[Any, Ids]:
+        """The DataLoader's way in: it gives a whole element of the batch sampler to this method."""
+        return self.read(request)
+
+    def read(self, request: _Request) -> tuple[Any, Ids]:
+        if self._stale(request):
+            return None, _NO_IDS
+        indices = request.ids if self._to_index is None else self._to_index[request.ids]
+        if self._tensors is not None:
+            rows = torch.from_numpy(np.array(indices))
+            return [tensor.index_select(0, rows.to(tensor.device)) for tensor in self._tensors], request.ids
+        if get_worker_info() is not None:  # a loader process has no randomness but the samples'
+            return self._read_samples(request, indices)
+        with _untouched_randomness():
+            return self._read_samples(request, indices)
+
+    def _read_samples(self, request: _Request, indices: Ids) -> tuple[Any, Ids]:
+        read_many = getattr(self._dataset, "__getitems__", None)
+        if read_many:
+            self._seed(request.epoch, int(request.ids[0]))
+            return self._collate(read_many(indices.tolist())), request.ids
+        samples = []
+        for sample_id, index in zip(request.ids.tolist(), indices.tolist(), strict=True):
+            if self._stale(request):
+                return None, _NO_IDS
+            self._seed(request.epoch, sample_id)
+            samples.append(self._dataset[index])
+        return self._collate(samples), request.ids
+
+    def _seed(self, epoch: int, sample_id: int) -> None:
+        seed = self._pass.sample_seed(epoch, sample_id)
+        random.seed(seed)
+        np.random.seed(seed & 0xFFFFFFFF)
+        # Not torch.manual_seed, which would seed the GPUs of the training loop too.
+        torch.default_generator.manual_seed(seed)
+
+    def _stale(self, request: _Request) -> bool:
+        return request.split_index != self._newest_split[0]
+
+
+def _check_readable(dataset: Dataset[Any], pass_: Pass) -> None:
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        raise DataUnusable(
+            f"pass {pass_.index}: {type(dataset).__name__} cannot be read by index, so that it cannot be split anew "
+            "when workers come and go; give a data set with __len__ and __getitem__"
+        )
+    if len(dataset) != pass_.num_samples:
+        raise DataUnusable(
+            f"pass {pass_.index}: {type(dataset).__name__} has {len(dataset)} samples now and had {pass_.num_samples} "
+            "when the pass began; a data set must not change its length"
+        )
+
+
+def _without_subsets(dataset: Dataset[Any]) -> tuple[Dataset[Any], Ids | None]:
+    """The data set under plain Subsets, and the index there of each id. A Subset reads many samples in one call, and
+    then they could not be seeded each for itself."""
+    to_index: Ids | None = None
+    while type(dataset) is Subset:
+        indices = np.asarray(dataset.indices, dtype=np.int64)
+        to_index = indices if to_index is None else indices[to_index]
+        dataset = dataset.dataset
+    return dataset, to_index
+
+
+@contextmanager
+def _untouched_randomness() -> Iterator[None]:
+    """Put the process's random states back at the end."""
+    python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)
+
+
+def _as_is(read: Any) -> Any:
+    """The collate function of the DataLoader: the source has collated already, under the seed of the samples."""
+    return read
+
+
+def _enter_loader_process(parent_pid: int, in_child: Callable[[], None] | None, loader_index: int) -> None:
+    """Tie this process's life to the worker's, and let go of what it inherited."""
+    if sys.platform == "linux":
+        if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+        # The parent may have died before the request was in place.
+        if os.getppid() != parent_pid:
+            os._exit(1)
+    if in_child is not None:
+        in_child()
+    # An interrupt from the keyboard reaches the whole group of processes; the worker decides what becomes of it.
+    # torch has already set its own handler of SIGTERM here, and one thread.
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
