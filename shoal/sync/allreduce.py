@@ -1,0 +1,211 @@
+"""AllReduce: one model a host, stepped together with the gradient of the whole global batch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from shoal import errors
+from shoal.errors import Changed
+from shoal.metrics import fault_point
+from shoal.sync import words as w
+from shoal.sync.arena import Arena, shaped
+from shoal.sync.group import Group
+from shoal.sync.layout import plan
+from shoal.sync.memory import HostMemory
+from shoal.sync.replica import Replica, raw_bytes
+from shoal.sync.slices import Slice
+from shoal.sync.sync import Sync, Verdict
+from shoal.sync.words import Words
+
+
+class AllReduce(Sync):
+    """Each worker writes its gradients into its lane; worker k of n reduces slice k over all lanes and steps it."""
+
+    def bind(self, replica: Replica, memory: HostMemory, words: Words, slot: int) -> None:
+        self._replica = replica
+        layout, self._parameters = plan(replica)
+        if words.layout not in (0, layout.digest):
+            raise errors.WorkersDiffer(
+                "this worker's model or optimizer has other shapes, dtypes or groups than the job's: "
+                "every worker must build the same one"
+            )
+        self._words = words
+        self._arena = Arena(layout, memory)
+        self._lane = self._arena.lane(slot)
+        self._views = [self._arena.views(parity) for parity in (0, 1)]
+        self._frozen_shown: int | None = None
+        self._group: Group | None = None
+        for index, parameter in enumerate(self._parameters):
+            trained = parameter.requires_grad
+            parameter.requires_grad_(True)  # a frozen parameter may be unfrozen later, and takes no hook while frozen
+            parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
+            parameter.requires_grad_(trained)
+
+    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        view, marks = self._lane.views[index], self._lane.marks
+
+        def to_lane(parameter: torch.Tensor) -> None:
+            gradient = parameter.grad
+            parameter.grad = None
+            if gradient is None:
+                return
+            if gradient.layout != torch.strided:
+                gradient = gradient.to_dense()
+            if marks[index]:
+                view.add_(gradient)
+            else:
+                view.copy_(gradient)
+                marks[index] = 1
+            fault_point("backward")
+            if self._group is not None and self._group.changed:
+                raise Changed
+
+        return to_lane
+
+    def enter(self, group: Group) -> None:
+        self._group = group
+        lanes = [self._arena.lane(slot) for slot in group.slots]
+        self._slice = Slice(self._arena, self._replica.optimizer, lanes, group.rank, group.size)
+        if group.seq:
+            self._show(group)
+            self._load_buffers(group.seq)
+
+    def found(self, group: Group) -> None:
+        if group.rank != 0:
+            return
+        seq = group.seq + 1
+        parity = seq & 1
+        for view, parameter in zip(self._arena.writable_views(parity), self._parameters, strict=True):
+            view.copy_(parameter.detach())
+        self._store_frozen(seq, 0)
+        self._found_state(parity)
+        self._store_buffers(seq)
+        self._words.layout = self._arena.layout.digest
+
+    def begin(self) -> None:
+        self._lane.present[:] = 0
+
+    def weight(self, share: int, batch: int) -> float:
+        return share / batch
+
+    def prepare(self, group: Group, verdict: Verdict) -> float | None:
+        seq = group.seq + 1
+        norm = None
+        if not verdict.apply:
+            self._slice.carry(seq)
+        else:
+            self._slice.plan(seq)
+            scale = None
+            if verdict.clip_norm is not None:
+                group.words.set_value(group.slot, w.NORM, self._slice.reduce())
+                group.reduced()
+                norm = sum(group.words.value(slot, w.NORM) for slot in group.slots) ** 0.5
+                scale = min(1.0, verdict.clip_norm / (norm + 1e-6))
+            with _scaled(self._replica, verdict.learning_rate_factor):
+                self._slice.step(seq, scale)
+        if group.rank == 0:
+            self._store_buffers(seq)
+            self._arena.frozen_place[seq & 1][0] = self._arena.frozen_place[group.seq & 1][0]
+        return norm
+
+    def open_edit(self) -> None:
+        self._frozen_shown = None
+        for parameter in self._all_parameters():
+            parameter.data = parameter.detach().clone()
+
+    def edit(self, group: Group, writer: int) -> None:
+        if group.rank != writer:
+            return
+        seq = group.seq + 1
+        whole = Slice(self._arena, self._replica.optimizer, [self._lane], 0, 1)
+        whole.overwrite(seq, [parameter.detach() for parameter in self._parameters])
+        self._store_frozen(seq, 1 - int(self._arena.frozen_place[group.seq & 1][0]))
+        self._store_buffers(seq)
+
+    def settle(self, group: Group) -> None:
+        self._show(group)
+        if group.rank != 0:
+            self._load_buffers(group.seq)
+
+    def digest(self, group: Group) -> str:
+        parity = group.seq & 1
+        total = hashlib.blake2b(digest_size=8)
+        for parameter in self._all_parameters():
+            total.update(raw_bytes(parameter.detach()))
+        for planes in self._arena.planes:
+            for plane in planes.values():
+                total.update(raw_bytes(plane[parity]))
+        total.update(self._arena.scalars[parity].tobytes())
+        for flat in self._replica.buffers.gather():
+            total.update(raw_bytes(flat))
+        return total.hexdigest()
+
+    def _all_parameters(self) -> list[nn.Parameter]:
+        return [*self._parameters, *(parameter for _, parameter in self._replica.frozen)]
+
+    def _show(self, group: Group) -> None:
+        for parameter, view in zip(self._parameters, self._views[group.seq & 1], strict=True):
+            parameter.data = view
+        place = int(self._arena.frozen_place[group.seq & 1][0])
+        if place != self._frozen_shown:
+            self._frozen_shown = place
+            for (_, parameter), view in zip(
+                self._replica.frozen, self._arena.frozen_views(place, writable=False), strict=True
+            ):
+                parameter.data = view
+
+    def _store_frozen(self, seq: int, place: int) -> None:
+        for view, (_, parameter) in zip(
+            self._arena.frozen_views(place, writable=True), self._replica.frozen, strict=True
+        ):
+            view.copy_(parameter.detach())
+        self._arena.frozen_place[seq & 1][0] = place
+
+    def _found_state(self, parity: int) -> None:
+        """Optimizer state that is there before the first step: made by its constructor, or loaded by the user."""
+        arena = self._arena
+        for s, segment in enumerate(arena.layout.segments):
+            for t, tensor in enumerate(segment.tensors):
+                index = segment.first + t
+                state = self._replica.optimizer.state.get(self._parameters[index], {})
+                arena.born[parity][index] = 1 if state else 0
+                for spec in tensor.states:
+                    if spec.key not in state:
+                        continue
+                    if spec.kind == "plane":
+                        shaped(arena.planes[s][spec.key][parity], tensor).copy_(state[spec.key])
+                    elif spec.kind == "blob":
+                        arena.blobs[s, t, spec.key][parity].copy_(state[spec.key])
+                    elif spec.kind != "none":
+                        arena.scalars[parity][arena.layout.scalars.index(spec.key), index] = float(state[spec.key])
+
+    def _store_buffers(self, seq: int) -> None:
+        for places, flat in zip(self._arena.buffers, self._replica.buffers.gather(), strict=True):
+            places[seq & 1].copy_(flat)
+
+    def _load_buffers(self, seq: int) -> None:
+        for places, flat in zip(self._arena.buffers, self._replica.buffers.gather(), strict=True):
+            flat.copy_(places[seq & 1])
+
+
+class _scaled:
+    """The learning rates times a factor, for the length of one step: schedulers and the user keep seeing their own."""
+
+    def __init__(self, replica: Replica, factor: float) -> None:
+        self._groups = replica.optimizer.param_groups
+        self._factor = factor
+
+    def __enter__(self) -> None:
+        if self._factor != 1.0:
+            self._rates = [group["lr"] for group in self._groups]
+            for group in self._groups:
+                group["lr"] = group["lr"] * self._factor
+
+    def __exit__(self, *_: object) -> None:
+        if self._factor != 1.0:
+            for group, rate in zip(self._groups, self._rates, strict=True):
+                group["lr"] = rate

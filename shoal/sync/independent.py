@@ -1,0 +1,59 @@
+"""Independent: workers share the data and nothing else. Each has its own model; the ceiling that syncs are held
+against."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+from shoal.sync.group import Group
+from shoal.sync.memory import HostMemory
+from shoal.sync.replica import Replica, raw_bytes
+from shoal.sync.sync import Sync, Verdict
+from shoal.sync.words import Words
+
+
+class Independent(Sync):
+    """Samples are still used exactly once: the workers commit together, and each steps its own model afterwards, when
+    nothing can be taken back any more. A newcomer starts from the model its script builds."""
+
+    def bind(self, replica: Replica, memory: HostMemory, words: Words, slot: int) -> None:
+        self._replica = replica
+        self._verdict: Verdict | None = None
+
+    def enter(self, group: Group) -> None:
+        self._verdict = None
+
+    def found(self, group: Group) -> None:
+        pass
+
+    def begin(self) -> None:
+        self._replica.optimizer.zero_grad(set_to_none=True)
+
+    def weight(self, share: int, batch: int) -> float:
+        return 1.0
+
+    def prepare(self, group: Group, verdict: Verdict) -> float | None:
+        self._verdict = verdict
+        return None
+
+    def open_edit(self) -> None:
+        pass
+
+    def edit(self, group: Group, writer: int) -> None:
+        pass
+
+    def settle(self, group: Group) -> None:
+        verdict, self._verdict = self._verdict, None
+        if verdict is None or not verdict.apply:
+            return
+        if verdict.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self._replica.model.parameters(), verdict.clip_norm)
+        self._replica.optimizer.step()
+
+    def digest(self, group: Group) -> str:
+        total = hashlib.blake2b(digest_size=8)
+        for parameter in self._replica.model.parameters():
+            total.update(raw_bytes(parameter.detach()))
+        return total.hexdigest()

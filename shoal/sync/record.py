@@ -1,0 +1,64 @@
+"""The record of a commit: what belongs to it beside parameters and optimizer state.
+
+Two records, current by the parity of seq like the parameters. Hyperparameters and schedulers are a text that rarely
+changes; it lies in one of two places and the record says in which.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import astuple, dataclass
+
+from shoal import errors
+from shoal.sync.words import RECORD_BYTES
+
+_FORMAT = struct.Struct("<11Qd")
+_RECORDS_BYTES = 256
+_TEXT_BYTES = (RECORD_BYTES - _RECORDS_BYTES) // 2
+
+
+@dataclass(frozen=True)
+class Record:
+    pass_index: int = 0
+    epoch: int = 0
+    position: int = 0
+    step: int = 0
+    samples: int = 0
+    skipped: int = 0
+    size: int = 0  # of the group that committed it
+    size_before: int = 0  # of the group before the size last changed
+    changed_at: int = 0  # step at which the size last changed
+    text_place: int = 0
+    text_bytes: int = 0
+    loss: float = math.nan
+
+
+class Records:
+    """Reads and writes records in the arena. Only rank 0 writes, into the place that is not committed."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+
+    def read(self, seq: int) -> Record:
+        at = (seq & 1) * 128
+        return Record(*_FORMAT.unpack_from(self._memory, at))
+
+    def text(self, record: Record) -> bytes:
+        at = _RECORDS_BYTES + record.text_place * _TEXT_BYTES
+        return bytes(self._memory[at : at + record.text_bytes])
+
+    def write(self, seq: int, record: Record) -> None:
+        _FORMAT.pack_into(self._memory, (seq & 1) * 128, *astuple(record))
+
+    def write_text(self, committed: Record, text: bytes) -> tuple[int, int]:
+        """Place a new text beside the committed one; its (place, length) for the next record."""
+        if len(text) > _TEXT_BYTES:
+            raise errors.OptimizerUnusable(
+                f"hyperparameters and schedulers take {len(text):,} bytes as text, at most {_TEXT_BYTES:,} fit: "
+                f"use fewer parameter groups"
+            )
+        place = 1 - committed.text_place
+        at = _RECORDS_BYTES + place * _TEXT_BYTES
+        self._memory[at : at + len(text)] = text
+        return place, len(text)

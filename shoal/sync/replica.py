@@ -1,0 +1,143 @@
+"""The replica: one worker's model and optimizer as the user built them, looked at as tensors that can be shared."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shoal import errors
+
+Scheduler = Any  # torch's schedulers share no public base class that covers all of them
+
+
+class Buffers:
+    """The model's buffers (BatchNorm's statistics and the like) as a few flat tensors, one for each dtype. They are
+    private while a step runs, and copied as a whole from and to the arena."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._homes: list[tuple[nn.Module, str, torch.Tensor]] = []
+        by_dtype: dict[torch.dtype, list[tuple[nn.Module, str, torch.Tensor]]] = {}
+        seen: set[int] = set()
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    by_dtype.setdefault(buffer.dtype, []).append((module, name, buffer))
+        self.flat: list[torch.Tensor] = []
+        for dtype, homes in by_dtype.items():
+            flat = torch.empty(sum(buffer.numel() for _, _, buffer in homes), dtype=dtype)
+            offset = 0
+            for module, name, buffer in homes:
+                view = flat[offset : offset + buffer.numel()].view(buffer.shape)
+                view.copy_(buffer)
+                buffer.data = view
+                self._homes.append((module, name, buffer))
+                offset += buffer.numel()
+            self.flat.append(flat)
+
+    def gather(self) -> list[torch.Tensor]:
+        """The flat tensors, also when the user's code has put another tensor in a buffer's place."""
+        for module, name, buffer in self._homes:
+            current = module._buffers[name]
+            if current is not buffer and current is not None:
+                buffer.copy_(current)
+                module._buffers[name] = buffer
+        return self.flat
+
+
+class Replica:
+    """Checks that the optimizer steps parameters of the model, and names every tensor that workers share."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, schedulers: Sequence[Scheduler] = ()) -> None:
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        parameters = dict(model.named_parameters())
+        if not parameters:
+            raise errors.ModelUnusable("the model has no parameters: attach the module that holds them")
+        stepped: set[int] = set()
+        for index, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if id(parameter) not in names:
+                    raise errors.OptimizerUnusable(
+                        f"group {index} of the optimizer has a parameter of shape {tuple(parameter.shape)} that is not "
+                        f"the model's: build the optimizer from model.parameters()"
+                    )
+                stepped.add(id(parameter))
+        for name, parameter in parameters.items():
+            if parameter.device.type != "cpu":
+                raise errors.ModelUnusable(
+                    f"parameter {name} is on {parameter.device}: only CPU models can be attached"
+                )
+            if parameter.layout != torch.strided:
+                raise errors.ModelUnusable(
+                    f"parameter {name} is {parameter.layout}: only dense parameters can be shared"
+                )
+        self.model = model
+        self.optimizer = optimizer
+        self.schedulers = tuple(schedulers)
+        self.names = names
+        self.frozen = [(name, p) for name, p in parameters.items() if id(p) not in stepped]
+        self.buffers = Buffers(model)
+
+    def options(self) -> list[dict[str, Any]]:
+        """The hyperparameters of each parameter group, as far as they can be written down."""
+        return [
+            {key: _plain(value) for key, value in group.items() if key != "params"}
+            for group in self.optimizer.param_groups
+        ]
+
+    def text(self) -> bytes:
+        """Hyperparameters and schedulers as they are now, for the record of the commit."""
+        schedulers = [
+            {key: _plain(value) for key, value in scheduler.state_dict().items()} for scheduler in self.schedulers
+        ]
+        return json.dumps([self.options(), schedulers]).encode()
+
+    def take_text(self, text: bytes) -> None:
+        """Take hyperparameters and schedulers from the record of a commit."""
+        options, schedulers = json.loads(text)
+        for group, saved in zip(self.optimizer.param_groups, options, strict=True):
+            for key, value in saved.items():
+                if _plain(group.get(key)) != value:
+                    group[key] = _like(group.get(key), value)
+        for scheduler, saved in zip(self.schedulers, schedulers, strict=True):
+            current = scheduler.state_dict()
+            scheduler.load_state_dict({**current, **{k: _like(current.get(k), v) for k, v in saved.items()}})
+
+    def options_digest(self) -> int:
+        return zlib.crc32(repr(self.options()).encode())
+
+
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """The tensor's elements as they lie in memory, for digests."""
+    array: npt.NDArray[np.uint8] = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can hold of a value, None where it can hold nothing."""
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else None
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return value if isinstance(value, (bool, int, float, str)) else None
+
+
+def _like(current: Any, value: Any) -> Any:
+    """A value read from JSON, in the type that stands in its place now."""
+    if value is None:  # could not be written down: what the script built stays
+        return current
+    if isinstance(current, torch.Tensor):
+        return torch.full_like(current, value)
+    if isinstance(current, tuple):
+        return tuple(value)
+    return value

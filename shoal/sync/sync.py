@@ -1,0 +1,69 @@
+"""What every way of agreeing on parameters offers to the step. A new way is one file beside this one."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from shoal.sync.group import Group
+from shoal.sync.memory import HostMemory
+from shoal.sync.replica import Replica
+from shoal.sync.words import Words
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a step is to do with the gradients, the same at every member."""
+
+    apply: bool  # false: the step is committed with parameters as they were
+    clip_norm: float | None
+    learning_rate_factor: float = 1.0
+
+
+class Sync(ABC):
+    """One worker's side of a sync, driven by `train/step.py`:
+
+    bind, then for each generation enter, then for each step begin → (gradients) → prepare → the commit → settle.
+    A step that is not committed is followed by enter, never by settle.
+    """
+
+    @abstractmethod
+    def bind(self, replica: Replica, memory: HostMemory, words: Words, slot: int) -> None:
+        """Take over the model and the optimizer. Errors in them show here."""
+
+    @abstractmethod
+    def enter(self, group: Group) -> None:
+        """Take part in a generation; the model becomes the state of commit `group.seq`, if there is one."""
+
+    @abstractmethod
+    def found(self, group: Group) -> None:
+        """Write the first state, rank 0's, as commit `group.seq + 1`."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Forget the gradients of an earlier attempt."""
+
+    @abstractmethod
+    def weight(self, share: int, batch: int) -> float:
+        """The weight of a mean loss over `share` of the step's `batch` samples."""
+
+    @abstractmethod
+    def prepare(self, group: Group, verdict: Verdict) -> float | None:
+        """Everything of commit `group.seq + 1` before the done word; the gradients' norm where it was needed.
+        Changed: the generation is over."""
+
+    @abstractmethod
+    def edit(self, group: Group, writer: int) -> None:
+        """Write the parameters that rank `writer` holds privately as commit `group.seq + 1`."""
+
+    @abstractmethod
+    def open_edit(self) -> None:
+        """Give this worker parameters of its own, to be written to."""
+
+    @abstractmethod
+    def settle(self, group: Group) -> None:
+        """Commit `group.seq` has happened: the model is its state."""
+
+    @abstractmethod
+    def digest(self, group: Group) -> str:
+        """A digest of everything that is committed, equal on workers that agree."""

@@ -1,0 +1,134 @@
+"""The words of an arena: small values in shared memory by which workers tell each other how far they are.
+
+A word has one writer. It is 8 bytes and aligned, so a store is whole. A worker rings its bell, a futex, after each
+change; who waits for it sleeps on that bell.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import time
+from collections.abc import Sequence
+
+from shoal.sync.memory import HostMemory, map_bytes
+
+MAX_SLOTS = 256
+
+# A slot's words, by index of 8 bytes within its cache line.
+BELL, ACK, READY, REDUCED, DONE, SEEN, OPTIONS, NAMES = range(8)
+_LINE = 8
+
+# A slot's values (64-bit floats), valid once READY (or REDUCED, for the norm) carries the tag.
+WEIGHT, LOSS, NORM, METRICS = 0, 1, 2, 4
+MAX_METRICS = 28
+_VALUES = 32
+
+_COMMIT, _LAYOUT = 0, 8
+_SLOTS_AT = 4096
+_VALUES_AT = _SLOTS_AT + MAX_SLOTS * _LINE * 8
+_RECORD_AT = _VALUES_AT + MAX_SLOTS * _VALUES * 8
+RECORD_BYTES = 128 * 1024
+SIZE_BYTES = _RECORD_AT + RECORD_BYTES
+
+_FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98}.get(platform.machine(), 98)
+_ORDERED = platform.machine() == "x86_64"
+_WAIT, _WAKE = 0, 1
+_ALL = 2**31 - 1
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+# CDLL gives up the GIL around the call, which a wait must; PyDLL keeps it, which is quicker for a wake.
+_syscall_wait = ctypes.CDLL(None, use_errno=True).syscall
+_syscall_wait.argtypes = (ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p)
+_syscall_wake = ctypes.PyDLL(None).syscall
+_syscall_wake.argtypes = (ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
+
+_private = ctypes.c_uint32(0)
+_private_at = ctypes.addressof(_private)
+
+
+def fence() -> None:
+    """Order this thread's loads and stores. x86-64 does so by itself; elsewhere a futex call is a full barrier."""
+    if not _ORDERED:
+        _syscall_wake(_FUTEX, _private_at, _WAKE, 0)
+
+
+def tag(generation: int, seq: int) -> int:
+    return generation << 32 | seq
+
+
+class Words:
+    """Views of the words in one mapping of the memory named "words"."""
+
+    def __init__(self, memory: HostMemory) -> None:
+        fd = memory.open("words", SIZE_BYTES)
+        self._map = map_bytes(fd, SIZE_BYTES, writable=True)
+        self.fd = fd
+        view = memoryview(self._map)
+        self._u64 = view[:_VALUES_AT].cast("Q")
+        self._u32 = view[:_VALUES_AT].cast("I")
+        self._f64 = view[_VALUES_AT:_RECORD_AT].cast("d")
+        self.record = view[_RECORD_AT:]
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+
+    @property
+    def commit(self) -> int:
+        return self._u64[_COMMIT]
+
+    @commit.setter
+    def commit(self, value: int) -> None:
+        fence()
+        self._u64[_COMMIT] = value
+
+    @property
+    def layout(self) -> int:
+        """Digest of the layout of the founders' model, 0 before there is one."""
+        return self._u64[_LAYOUT]
+
+    @layout.setter
+    def layout(self, value: int) -> None:
+        self._u64[_LAYOUT] = value
+
+    def get(self, slot: int, word: int) -> int:
+        return self._u64[_SLOTS_AT // 8 + slot * _LINE + word]
+
+    def put(self, slot: int, word: int, value: int) -> None:
+        """Store a word of one's own slot; everything stored before is seen by whoever sees it."""
+        fence()
+        self._u64[_SLOTS_AT // 8 + slot * _LINE + word] = value
+
+    def ring(self, slot: int) -> None:
+        """Wake everyone who waits for this slot. Only the slot's worker rings, so counting needs no atomic add."""
+        at = (_SLOTS_AT + slot * _LINE * 8) // 4
+        self._u32[at] = (self._u32[at] + 1) & 0xFFFFFFFF
+        _syscall_wake(_FUTEX, self._address + at * 4, _WAKE, _ALL)
+
+    def bell(self, slot: int) -> int:
+        return self._u32[(_SLOTS_AT + slot * _LINE * 8) // 4]
+
+    def sleep(self, slot: int, bell: int, timeout_s: float) -> None:
+        """Sleep until the slot's bell is no longer `bell`, until `stir`, or until the timeout."""
+        timeout = _Timespec(int(timeout_s), int(timeout_s % 1 * 1e9))
+        _syscall_wait(_FUTEX, self._address + _SLOTS_AT + slot * _LINE * 8, _WAIT, bell, ctypes.addressof(timeout))
+
+    def stir(self, slot: int) -> None:
+        """Wake who sleeps on this slot's bell without a change: they look again at what ends their wait."""
+        _syscall_wake(_FUTEX, self._address + _SLOTS_AT + slot * _LINE * 8, _WAKE, _ALL)
+
+    def value(self, slot: int, index: int) -> float:
+        return self._f64[slot * _VALUES + index]
+
+    def set_value(self, slot: int, index: int, value: float) -> None:
+        self._f64[slot * _VALUES + index] = value
+
+    def values(self, slot: int, start: int, count: int) -> Sequence[float]:
+        at = slot * _VALUES + start
+        return self._f64[at : at + count].tolist()
+
+
+def now_s() -> float:
+    return time.perf_counter()

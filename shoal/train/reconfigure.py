@@ -1,0 +1,98 @@
+"""From one generation to the next: park, agree on what is committed, go on with whoever is there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+import torch
+
+from shoal.control.client import Client
+from shoal.control.membership import Generation
+from shoal.errors import Changed
+from shoal.sync.group import Group, Notice, acknowledge
+from shoal.sync.words import Words
+
+
+class Leave(BaseException):
+    """This worker is no longer wanted in the job; not an Exception, so that user code does not catch it by accident."""
+
+
+class Parking:
+    """One worker's way between generations."""
+
+    def __init__(
+        self, client: Client, words: Words, notice: Notice, worker_id: str, slot: int, patience_s: float
+    ) -> None:
+        self._client, self._words, self._notice = client, words, notice
+        self._worker_id, self._slot, self._patience_s = worker_id, slot, patience_s
+
+    def enter(self, above: int) -> Group:
+        """The group of the newest generation, which is above number `above`; waits while there is none, or too few
+        members. Leave, when this worker is to leave the job."""
+        while True:
+            generation = self._client.wait_newer(above, self._patience_s)
+            if generation is None:
+                if self._client.dismissed:
+                    raise Leave
+                continue
+            if generation.leaves(self._worker_id):
+                self._part(generation)
+                raise Leave
+            if generation.rank(self._worker_id) is None or generation.paused:
+                if generation.rank(self._worker_id) is not None:
+                    acknowledge(self._words, self._slot, generation.number)
+                above = generation.number
+                continue
+            # With a core for each, looking again for a moment takes none from a neighbor.
+            spin = len(generation.members) <= (os.cpu_count() or 1)
+            group = Group(self._words, self._notice, generation, self._worker_id, spin=spin)
+            try:
+                group.enter()
+            except Changed:
+                continue
+            return group
+
+    def leave(self, number: int) -> None:
+        """Having said that this worker leaves, acknowledge every generation that lists it until the coordinator says
+        Bye."""
+        while not self._client.dismissed:
+            generation = self._client.wait_newer(number, self._patience_s)
+            if generation is None:
+                return  # the coordinator is away, and this worker's part is done: nobody waits for it for ever
+            number = generation.number
+            if generation.leaves(self._worker_id):
+                self._part(generation)
+                return
+            acknowledge(self._words, self._slot, number)
+
+    def _part(self, generation: Generation) -> None:
+        number = generation.number
+        while True:
+            acknowledge(self._words, self._slot, number)
+            self._client.parked(number)
+            newer = self._client.wait_newer(number, self._patience_s)
+            if newer is None:
+                return
+            number = newer.number
+
+
+class Placement:
+    """Gives a worker its part of the host's cores, anew in each generation. With more workers than cores they share
+    them, one thread each."""
+
+    def __init__(self, threads: int, pin: bool) -> None:
+        """`threads`: of each worker, 0 for its share of the cores."""
+        self._threads, self._pin = threads, pin
+        self._cpus = sorted(os.sched_getaffinity(0))
+
+    def apply(self, group: Group) -> None:
+        host = group.members[group.rank].host
+        here = [member.slot for member in group.members if member.host == host]
+        share = len(self._cpus) // len(here)
+        torch.set_num_threads(self._threads or max(1, share))
+        at = here.index(group.slot) * share
+        wanted = self._cpus[at : at + share] if self._pin and share else self._cpus
+        for task in os.listdir("/proc/self/task"):
+            with contextlib.suppress(OSError):  # a thread that has just ended
+                os.sched_setaffinity(int(task), wanted)

@@ -1,0 +1,263 @@
+"""The step: gradients → everyone ready → one verdict → exchange and step → commit → the model moves on."""
+
+from __future__ import annotations
+
+import math
+import time
+import zlib
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from shoal import errors
+from shoal.data.audit import AuditWriter, digest
+from shoal.data.ledger import Cursor, GlobalBatch, Pass, advance, split
+from shoal.metrics import fault_point
+from shoal.sync import words as w
+from shoal.sync.group import Group
+from shoal.sync.record import Record, Records
+from shoal.sync.replica import Replica
+from shoal.sync.sync import Sync, Verdict
+from shoal.train.schedules import Schedule, Situation
+
+TRAIN, EDIT, FOUND = 1, 2, 3
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """A step that was committed, as every worker sees it."""
+
+    step: int
+    epoch: int
+    loss: float  # mean over the step's samples
+    metrics: dict[str, float]  # likewise
+    samples: int
+    workers: int
+    generation: int
+    skipped: bool
+    learning_rate: float
+    gradient_norm: float | None
+    duration_s: float
+
+
+@dataclass
+class Attempt:
+    """What this worker has done so far for one step: micro-batches of its share."""
+
+    batch: GlobalBatch
+    lo: int
+    hi: int
+    began_s: float
+    ids: list[npt.NDArray[np.int64]] = field(default_factory=list)
+    counted: int = 0  # samples that gave a loss
+    loss: float = 0.0  # summed over them
+    metrics: dict[str, float] = field(default_factory=dict)  # likewise
+
+    def add(self, samples: int, loss: float, metrics: dict[str, float]) -> None:
+        self.counted += samples
+        self.loss += loss * samples
+        for name, value in metrics.items():
+            self.metrics[name] = self.metrics.get(name, 0.0) + float(value) * samples
+
+
+@dataclass(frozen=True)
+class Tally:
+    loss: float  # mean over the step's samples
+    metrics: dict[str, float]
+    losses: list[float]  # of each rank, summed over its samples
+    finite: bool
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What `Worker.attach` was told about steps."""
+
+    loss: Literal["mean", "sum"] = "mean"
+    clip_norm: float | None = None
+    nan: Literal["stop", "skip"] = "stop"
+    schedule: Schedule | None = None
+
+
+class Stepper:
+    def __init__(self, sync: Sync, replica: Replica, records: Records, audit: AuditWriter, policy: Policy) -> None:
+        self._sync, self._replica, self._records, self._audit, self._policy = sync, replica, records, audit, policy
+        self._text = b""
+        self.is_mean = policy.loss == "mean"
+
+    def gradients(self, loss: torch.Tensor, attempt: Attempt, samples: int) -> None:
+        """Add one micro-batch's gradients, weighted so that all workers' together are the global batch's."""
+        total = attempt.batch.hi - attempt.batch.lo
+        weight = self._sync.weight(samples, total) if self._policy.loss == "mean" else 1.0
+        loss.backward(gradient=torch.full_like(loss, weight))  # type: ignore[no-untyped-call]
+
+    def train(
+        self, group: Group, record: Record, cursor: Cursor, pass_: Pass, attempt: Attempt
+    ) -> tuple[StepReport | None, bool]:
+        """Commit the step this worker's gradients belong to. None: somebody's edit was committed instead, and the step
+        comes again. True: all members now enter a newer generation. Changed: nothing was committed."""
+        fault_point("lane")
+        self._post(group, TRAIN, attempt)
+        group.ready()
+        if (writer := self._agree(group, TRAIN)) is not None:
+            return None, self._commit_edit(group, record, writer)
+        after = advance(cursor, attempt.batch)
+        tally = self._tally(group, attempt)
+        if not tally.finite and self._policy.nan == "stop":
+            raise _not_finite(group, attempt, tally, after.step)
+        verdict = Verdict(tally.finite, self._policy.clip_norm, self._factor(group, record, after))
+        norm = self._sync.prepare(group, verdict)
+        if group.rank == 0:
+            self._write_record(group, record, after, tally)
+        self._write_audit(group, pass_, attempt, skipped=not tally.finite)
+        planned = group.commit()
+        self._sync.settle(group)
+        report = StepReport(
+            step=after.step,
+            epoch=attempt.batch.epoch,
+            loss=tally.loss,
+            metrics=tally.metrics,
+            samples=attempt.batch.hi - attempt.batch.lo,
+            workers=group.size,
+            generation=group.generation.number,
+            skipped=not tally.finite,
+            learning_rate=float(self._replica.optimizer.param_groups[0]["lr"]) * verdict.learning_rate_factor,
+            gradient_norm=norm,
+            duration_s=time.perf_counter() - attempt.began_s,
+        )
+        return report, planned
+
+    def edit(self, group: Group, record: Record) -> bool:
+        """Commit parameters that this worker changed privately. True: all members now enter a newer generation."""
+        self._post(group, EDIT)
+        group.ready()
+        writer = self._agree(group, EDIT)
+        assert writer is not None
+        return self._commit_edit(group, record, writer)
+
+    def found(self, group: Group) -> bool:
+        """Commit rank 0's first state. True: all members now enter a newer generation."""
+        self._post(group, FOUND)
+        group.ready()
+        self._agree(group, FOUND)
+        self._sync.found(group)
+        if group.rank == 0:
+            place, size = self._records.write_text(Record(), self._replica.text())
+            self._records.write(group.seq + 1, Record(text_place=place, text_bytes=size))
+        planned = group.commit()
+        self._sync.settle(group)
+        return planned
+
+    def enter(self, record: Record) -> None:
+        """The record's text is the committed one from here on."""
+        self._text = self._records.text(record)
+
+    def _commit_edit(self, group: Group, record: Record, writer: int) -> bool:
+        self._sync.edit(group, writer)
+        if group.rank == writer:
+            self._records.write(group.seq + 1, record)
+        # An empty entry: an attempt at a step with the same number, in an earlier generation, was not committed.
+        self._audit.fed(
+            group.generation.number, group.seq + 1, record.pass_index, record.epoch,
+            record.position, record.position, record.position, record.position, digest([]), skipped=False,
+        )  # fmt: skip
+        planned = group.commit()
+        self._sync.settle(group)
+        return planned
+
+    def _post(self, group: Group, kind: int, attempt: Attempt | None = None) -> None:
+        """Say what this worker brings to the next commit, and with which hyperparameters."""
+        words, slot = group.words, group.slot
+        words.put(slot, w.OPTIONS, kind << 32 | self._replica.options_digest())
+        if attempt is not None:
+            names = sorted(attempt.metrics)
+            words.put(slot, w.NAMES, zlib.crc32("\0".join(names).encode()) if names else 0)
+            words.set_value(slot, w.WEIGHT, attempt.counted)
+            words.set_value(slot, w.LOSS, attempt.loss)
+            for index, name in enumerate(names):
+                words.set_value(slot, w.METRICS + index, attempt.metrics[name])
+
+    def _agree(self, group: Group, kind: int) -> int | None:
+        """The lowest rank that edits, if anybody does. WorkersDiffer when hyperparameters are not the same."""
+        words = group.words
+        mine = words.get(group.slot, w.OPTIONS), words.get(group.slot, w.NAMES)
+        editor = None
+        for rank, slot in reversed(list(enumerate(group.slots))):
+            options, names = words.get(slot, w.OPTIONS), words.get(slot, w.NAMES)
+            if options >> 32 == EDIT:
+                editor = rank
+            elif kind != EDIT and (options != mine[0] or (names and mine[1] and names != mine[1])):
+                what = "metrics" if options == mine[0] else f"hyperparameters (here: {self._replica.options()})"
+                raise errors.WorkersDiffer(
+                    f"{group.members[group.rank].worker_id} and {group.members[rank].worker_id} come to commit "
+                    f"{group.seq + 1} with different {what}: set them alike on every worker, or in a scheduler"
+                )
+        return editor
+
+    def _tally(self, group: Group, attempt: Attempt) -> Tally:
+        """Everybody's losses and metrics, read while nobody can move on."""
+        words, names = group.words, sorted(attempt.metrics)
+        samples = sum(words.value(slot, w.WEIGHT) for slot in group.slots) or 1.0
+        losses = [words.value(slot, w.LOSS) for slot in group.slots]
+        sums = [words.values(slot, w.METRICS, len(names)) for slot in group.slots]
+        metrics = {name: sum(values[index] for values in sums) / samples for index, name in enumerate(names)}
+        loss = sum(losses) / samples
+        return Tally(loss, metrics, losses, math.isfinite(loss))
+
+    def _factor(self, group: Group, record: Record, after: Cursor) -> float:
+        if self._policy.schedule is None:
+            return 1.0
+        changed_at, before = _last_change(group, record, after)
+        return self._policy.schedule.factor(
+            Situation(after.step, after.epoch, group.size, before, after.step - changed_at)
+        )
+
+    def _write_record(self, group: Group, record: Record, after: Cursor, tally: Tally) -> None:
+        text = self._replica.text()
+        place, size = record.text_place, record.text_bytes
+        if text != self._text:
+            self._text = text
+            place, size = self._records.write_text(record, text)
+        changed_at, before = _last_change(group, record, after)
+        self._records.write(
+            group.seq + 1,
+            Record(
+                pass_index=after.pass_index,
+                epoch=after.epoch,
+                position=after.position,
+                step=after.step,
+                samples=after.samples,
+                skipped=record.skipped + (not tally.finite),
+                size=group.size,
+                size_before=before,
+                changed_at=changed_at,
+                text_place=place,
+                text_bytes=size,
+                loss=tally.loss,
+            ),
+        )
+
+    def _write_audit(self, group: Group, pass_: Pass, attempt: Attempt, skipped: bool) -> None:
+        batch = attempt.batch
+        self._audit.fed(
+            group.generation.number, group.seq + 1, pass_.index, batch.epoch, batch.lo, batch.hi,
+            attempt.lo, attempt.hi, digest(attempt.ids), skipped,
+        )  # fmt: skip
+
+
+def _last_change(group: Group, record: Record, after: Cursor) -> tuple[int, int]:
+    """The step at which the number of workers last changed, and the number before."""
+    if group.size != record.size:
+        return after.step, record.size
+    return record.changed_at, record.size_before
+
+
+def _not_finite(group: Group, attempt: Attempt, tally: Tally, step: int) -> errors.LossNotFinite:
+    worst = next((rank for rank, value in enumerate(tally.losses) if not math.isfinite(value)), 0)
+    lo, hi = split(attempt.batch, worst, group.size)
+    return errors.LossNotFinite(
+        f"the loss of step {step} is {tally.losses[worst]} on {group.members[worst].worker_id} (epoch "
+        f"{attempt.batch.epoch}, positions {lo} to {hi}): lower the learning rate, or attach with nan='skip'"
+    )

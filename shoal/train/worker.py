@@ -1,0 +1,538 @@
+"""One worker: what a user's script holds while it trains."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import random
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import Dataset
+
+from shoal import errors, metrics
+from shoal.control.client import Client, Progress
+from shoal.control.rundir import RunDir, default_path
+from shoal.control.timeouts import Timeouts
+from shoal.data import ledger
+from shoal.data.audit import AuditWriter, declare
+from shoal.data.batches import Fetched, Loader
+from shoal.data.ledger import Cursor, Pass
+from shoal.errors import Changed
+from shoal.metrics import fault_point
+from shoal.sync.allreduce import AllReduce
+from shoal.sync.group import Group, Notice
+from shoal.sync.memory import Channel, HostMemory, OwnMemory, keep_freed_memory
+from shoal.sync.record import Record, Records
+from shoal.sync.replica import Replica, Scheduler
+from shoal.sync.sync import Sync
+from shoal.sync.words import Words
+from shoal.train.reconfigure import Leave, Parking, Placement
+from shoal.train.schedules import Schedule
+from shoal.train.step import Attempt, Policy, Stepper, StepReport
+
+OnStep = Callable[[StepReport], None]
+OnEpoch = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Reconfiguration:
+    """A new generation, as `on_reconfigure` sees it."""
+
+    generation: int
+    workers: tuple[str, ...]
+    rank: int
+    step: int  # the newest committed one
+    redone: bool  # whether a step in flight was given up and comes again
+    took_s: float  # from giving up or finishing the last step until this worker could go on
+
+
+OnReconfigure = Callable[[Reconfiguration], None]
+
+
+class Batch:
+    """One micro-batch of this worker's share. Unpacks as the data set's samples do: `x, y = batch`."""
+
+    def __init__(self, fetched: Fetched, step: int) -> None:
+        self.data = fetched.data
+        self.ids = fetched.ids
+        self.epoch = fetched.batch.epoch
+        self.step = step
+        self.fetched = fetched
+
+    @property
+    def x(self) -> Any:
+        return self.data[0] if isinstance(self.data, (list, tuple)) else self.data
+
+    @property
+    def y(self) -> Any:
+        return self.data[1]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.data)
+
+    def __len__(self) -> int:
+        return self.fetched.hi - self.fetched.lo
+
+
+class Worker:
+    """Made by `shoal.run`; not by hand."""
+
+    def __init__(
+        self, worker_id: str, host: str, run_dir: RunDir, address: str, memory: HostMemory, timeouts: Timeouts,
+        placement: Placement | None,
+    ) -> None:  # fmt: skip
+        self.id = worker_id
+        self._run_dir = run_dir
+        self._memory = memory
+        self._timeouts = timeouts
+        self._placement = placement
+        self._words = Words(memory)
+        self._notice = Notice(self._words)
+        self._records = Records(self._words.record)
+        self._group: Group | None = None
+        self._record = Record()
+        self._stepper: Stepper | None = None
+        self._attempt: Attempt | None = None
+        self._current: Batch | None = None
+        self._pass: Pass | None = None
+        self._passes = 0
+        self._split_is_new = True  # the loader has to be started again
+        self._asked_in = False
+        self._client = Client(
+            address, run_dir.token(), worker_id, host, timeouts, self._progress, self._notice.tell, on_drain=_nothing
+        )
+        self._slot = self._client.connect().slot
+        self._parking = Parking(self._client, self._words, self._notice, worker_id, self._slot, timeouts.budget_s)
+
+    # What a script asks.
+
+    @property
+    def rank(self) -> int:
+        """This worker's index in the present generation. It may change between steps; 0 always exists."""
+        return self._group.rank if self._group else 0
+
+    @property
+    def size(self) -> int:
+        return self._group.size if self._group else 1
+
+    @property
+    def generation(self) -> int:
+        return self._group.generation.number if self._group else 0
+
+    @property
+    def steps(self) -> int:
+        """Steps committed in this job so far."""
+        return self._record.step
+
+    def attach(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        sync: Sync | None = None,
+        *,
+        loss: Literal["mean", "sum"] = "mean",
+        clip_norm: float | None = None,
+        accumulate: int = 1,
+        schedulers: Sequence[Scheduler] = (),
+        epoch_schedulers: Sequence[Scheduler] = (),
+        schedule: Schedule | None = None,
+        nan: Literal["stop", "skip"] = "stop",
+        on_step: OnStep | None = None,
+        on_epoch: OnEpoch | None = None,
+        on_reconfigure: OnReconfigure | None = None,
+    ) -> None:
+        """Share the model and its optimizer with the job's other workers.
+
+        loss: whether the loss given to `step` is a mean or a sum over its samples. clip_norm: bound of the norm of the
+        whole gradient. accumulate: micro-batches a step. schedulers are stepped at every commit, epoch_schedulers at
+        the end of every epoch. schedule: a factor of the learning rate that sees the number of workers. nan: what a
+        loss that is not finite does.
+        """
+        if clip_norm is not None and clip_norm <= 0:
+            raise errors.SettingsContradict(f"clip_norm is {clip_norm}: give a positive bound, or none")
+        if accumulate < 1:
+            raise errors.SettingsContradict(f"accumulate is {accumulate}: a step has at least one micro-batch")
+        if nan not in ("stop", "skip") or loss not in ("mean", "sum"):
+            raise errors.SettingsContradict(
+                f"nan={nan!r}, loss={loss!r}: nan is 'stop' or 'skip', loss 'mean' or 'sum'"
+            )
+        self._sync = sync or AllReduce()
+        self._replica = Replica(model, optimizer, (*schedulers, *epoch_schedulers))
+        self._step_schedulers, self._epoch_schedulers = tuple(schedulers), tuple(epoch_schedulers)
+        self._accumulate = accumulate
+        self._on_step, self._on_epoch, self._on_reconfigure = on_step, on_epoch, on_reconfigure
+        self._sync.bind(self._replica, self._memory, self._words, self._slot)
+        self._audit = AuditWriter(self._run_dir.audit, self.id)
+        policy = Policy(loss, clip_norm, nan, schedule)
+        self._stepper = Stepper(self._sync, self._replica, self._records, self._audit, policy)
+
+    def batches(
+        self,
+        dataset: Dataset[Any],
+        *,
+        batch_size: int | None = None,
+        global_batch: int | None = None,
+        epochs: int = 1,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        seed: int = 0,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        prefetch_factor: int | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> Iterator[Batch]:
+        """This worker's micro-batches of a pass over the data: every sample of every epoch once, over all workers.
+
+        batch_size is one worker's (a step takes batch_size × workers × accumulate), global_batch the whole step's
+        whatever the number of workers. Call `step` once for each batch.
+        """
+        self._need_attached("batches")
+        pass_ = Pass(
+            self._passes,
+            len(dataset),  # type: ignore[arg-type]  # map-style data has a length; Loader says so if not
+            epochs,
+            seed,
+            shuffle,
+            drop_last,
+            global_batch,
+            batch_size,
+            self._accumulate,
+        )
+        self._passes += 1
+        return self._run_pass(
+            pass_,
+            Loader(
+                dataset, pass_, num_workers=num_workers, pin_memory=pin_memory, prefetch_factor=prefetch_factor,
+                collate_fn=collate_fn, in_child=self._in_loader,
+            ),
+        )  # fmt: skip
+
+    def step(self, loss: torch.Tensor | None, **measures: float | torch.Tensor) -> bool:
+        """Backward, and with the last micro-batch of a step the step itself, together with all other workers.
+
+        True: a step was committed. False: either micro-batches of it are left, or workers came or went; then the same
+        samples come again from `batches`, split anew. `measures` are averaged over all samples of the step for
+        `on_step`. None as loss: these samples count as used and give no gradient.
+        """
+        batch, attempt, group = self._current, self._attempt, self._group
+        if batch is None or attempt is None or group is None or self._stepper is None:
+            raise errors.SettingsContradict("step() needs a batch: call it once for each batch of worker.batches()")
+        self._current = None
+        try:
+            if group.changed:
+                raise Changed
+            if loss is not None:
+                if loss.dim() != 0:
+                    raise errors.SettingsContradict(
+                        f"the loss has shape {tuple(loss.shape)}: reduce it to one number, by mean or sum"
+                    )
+                self._stepper.gradients(loss, attempt, len(batch))
+                mean = loss.item() if self._stepper.is_mean else loss.item() / len(batch)
+                attempt.add(len(batch), mean, {name: float(value) for name, value in measures.items()})
+            if batch.fetched.micro + 1 < batch.fetched.micros:
+                return False
+            return self._exchange(group, attempt)
+        except Changed:
+            self._reconfigure(redone=True)
+            return False
+
+    @contextlib.contextmanager
+    def edit(self) -> Iterator[None]:
+        """Inside, the model's parameters may be written to in place (load_state_dict, clamping, surgery). Every worker
+        runs the same edit at the same place of its script; it is committed as a whole. Call it between steps."""
+        self._need_attached("edit")
+        if self._group is None or self._stepper is None:
+            yield  # not shared yet: the first state is made of this
+            return
+        self._sync.open_edit()
+        yield
+        edited = [(parameter, parameter.data) for parameter in self._replica.model.parameters()]
+        while True:
+            try:
+                if self._group.changed:
+                    raise Changed
+                planned = self._stepper.edit(self._group, self._record)
+                break
+            except Changed:
+                self._reconfigure(redone=True, edited=edited)
+        if planned:
+            self._reconfigure(redone=False)
+
+    # One pass.
+
+    def _run_pass(self, pass_: Pass, loader: Loader) -> Iterator[Batch]:
+        try:
+            if self._passed(pass_):
+                return
+            declare(self._run_dir.audit, pass_)
+            self._pass = pass_
+            if self._group is None:
+                self._become_member(pass_)
+            assert self._group is not None
+            pass_.check(self._group.size)
+            self._split_is_new = True
+            while True:
+                if self._group.changed:
+                    self._reconfigure(redone=self._attempt is not None)
+                if self._split_is_new:
+                    loader.start(self._cursor(pass_), self._group.rank, self._group.size)
+                    self._split_is_new, self._attempt = False, None
+                fetched = loader.next()
+                if fetched is None:
+                    return
+                self._current = batch = self._open(pass_, fetched)
+                if not len(batch):
+                    self.step(None)
+                    continue
+                yield batch
+                if self._current is not None:
+                    raise errors.SettingsContradict(
+                        f"the batch of step {batch.step} was not stepped: call worker.step(loss) once for each batch, "
+                        f"or worker.step(None) to use none of it"
+                    )
+        finally:
+            loader.close()
+
+    def _open(self, pass_: Pass, fetched: Fetched) -> Batch:
+        assert self._group is not None
+        cursor = self._cursor(pass_)
+        if fetched.micro == 0 or self._attempt is None:
+            lo, hi = ledger.split(fetched.batch, self._group.rank, self._group.size)
+            self._attempt = Attempt(fetched.batch, lo, hi, time.perf_counter())
+            self._sync.begin()
+        self._attempt.ids.append(fetched.ids)
+        # Randomness is a function of the step and of the place in its split: there is nothing to restore after a
+        # change.
+        seed = ledger.seed_for(pass_.seed, pass_.index, cursor.step, self._group.rank, fetched.micro)
+        torch.manual_seed(seed)
+        random.seed(seed)
+        if (numpy := sys.modules.get("numpy")) is not None:
+            numpy.random.seed(seed & 0xFFFFFFFF)
+        fault_point("forward")
+        return Batch(fetched, cursor.step + 1)
+
+    def _exchange(self, group: Group, attempt: Attempt) -> bool:
+        assert self._stepper is not None
+        assert self._pass is not None
+        report, planned = self._stepper.train(group, self._record, self._cursor(self._pass), self._pass, attempt)
+        self._attempt = None
+        self._record = self._records.read(group.seq)
+        if report is None:
+            self._split_is_new = True
+        else:
+            self._committed(self._pass, report)
+        if planned:
+            self._reconfigure(redone=False)
+        return report is not None
+
+    def _committed(self, pass_: Pass, report: StepReport) -> None:
+        epoch_ended = self._epoch_ended(pass_)
+        self._step_schedulers_once(epoch_ended)
+        if self._on_step is not None:
+            self._on_step(report)
+        if epoch_ended and self._on_epoch is not None:
+            self._on_epoch(report.epoch)
+
+    def _step_schedulers_once(self, epoch_ended: bool) -> None:
+        """What a commit does to learning rates; a newcomer does it too, for the newest commit."""
+        self._replica.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers warn without it
+        for scheduler in (*self._step_schedulers, *(self._epoch_schedulers if epoch_ended else ())):
+            if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+                scheduler.step(self._record.loss)
+            else:
+                scheduler.step()
+
+    def _epoch_ended(self, pass_: Pass) -> bool:
+        """Whether the newest commit was the last of its epoch."""
+        if self._record.pass_index < pass_.index:
+            return True
+        following = ledger.take(pass_, self._cursor(pass_), self._record.size)
+        return following is None or following.epoch > self._record.epoch
+
+    def _cursor(self, pass_: Pass) -> Cursor:
+        r = self._record
+        return ledger.begin(Cursor(r.pass_index, r.epoch, r.position, r.step, r.samples), pass_.index)
+
+    # Between generations.
+
+    def _passed(self, pass_: Pass) -> bool:
+        """Whether the job has finished this pass already; a worker that is not in yet looks without joining."""
+        if self._group is None:
+            while commit := self._words.commit:
+                self._record = self._records.read(commit & 0xFFFFFFFF)
+                if self._words.commit == commit:
+                    break
+        size = self._group.size if self._group else max(1, self._record.size)
+        return ledger.complete(pass_, self._cursor(pass_), size)
+
+    def _become_member(self, pass_: Pass) -> None:
+        fault_point("join")
+        self._asked_in = True
+        self._client.ready()
+        if not self._enter(above=0):
+            self._replica.take_text(self._records.text(self._record))
+            if self._record.step:
+                self._step_schedulers_once(self._epoch_ended(pass_))
+
+    def _reconfigure(self, *, redone: bool, edited: Sequence[tuple[nn.Parameter, torch.Tensor]] = ()) -> None:
+        assert self._group is not None
+        began_s = time.perf_counter()
+        self._attempt = self._current = None
+        fault_point("park")
+        self._enter(above=self._group.generation.number)
+        for parameter, data in edited:
+            parameter.data = data
+        if self._on_reconfigure is not None:
+            workers = tuple(member.worker_id for member in self._group.members)
+            took_s = time.perf_counter() - began_s
+            self._on_reconfigure(
+                Reconfiguration(self.generation, workers, self.rank, self._record.step, redone, took_s)
+            )
+
+    def _enter(self, above: int) -> bool:
+        """Enter the newest generation with the state that is committed. Where there is none, commit the first one;
+        true then."""
+        assert self._stepper is not None
+        self._split_is_new = True
+        founded = False
+        while True:
+            self._group = group = self._parking.enter(above)
+            above = group.generation.number
+            if self._placement is not None:
+                self._placement.apply(group)
+            self._sync.enter(group)
+            if group.seq:
+                break
+            try:
+                founded = True
+                if not self._stepper.found(group):
+                    break
+            except Changed:
+                continue
+        self._record = self._records.read(group.seq)
+        self._stepper.enter(self._record)
+        return founded
+
+    # The client's side.
+
+    def _progress(self) -> Progress:
+        group, slot, record = self._group, self._notice.awaited, self._record
+        waited_s = time.monotonic() - self._notice.awaited_since_s if slot is not None else 0.0
+        waiting: tuple[str, ...] = ()
+        if group is not None and waited_s > self._timeouts.beat_s:
+            everyone = (*group.generation.members, *group.generation.leavers)
+            waiting = tuple(member.worker_id for member in everyone if member.slot == slot)
+        seq = group.seq if group else 0
+        return Progress(seq, record.step, record.epoch, record.samples, record.loss, waiting, waited_s)
+
+    def _in_loader(self) -> None:
+        """First thing in a loader process: it answers to this worker only, and holds nothing of the job open."""
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        metrics.arm(None)
+        self._client.close_in_child()
+
+    def _need_attached(self, what: str) -> None:
+        if self._stepper is None:
+            raise errors.SettingsContradict(f"{what}() before attach(): attach the model and its optimizer first")
+
+    # The life of the process, driven by `run`.
+
+    def on_sigterm(self, *_: object) -> None:
+        """Drain: finish the step, leave, exit 0. A worker that is not in a group yet has nothing to finish."""
+        self._client.leave()
+        if not self._asked_in:
+            raise Leave
+
+    def scale(self, target: int, *, relative: bool = False) -> None:
+        """Ask for another number of workers, as `shoal scale` does."""
+        self._client.scale(target, relative)
+
+    def finish(self) -> None:
+        """The script's main returned: leave for good, and tell what the state is."""
+        group, record = self._group, self._record
+        digest = self._sync.digest(group) if group is not None else ""
+        report = {"loss": record.loss, "samples": record.samples, "skipped": record.skipped}
+        self._client.finished(digest, record.step, group.seq if group else 0, report)
+        self._parking.leave(group.generation.number if group else 0)
+
+    def fail(self, problem: Exception) -> None:
+        """Tell the coordinator that this worker cannot go on."""
+        kind = type(problem).__name__ if isinstance(problem, errors.ShoalError) else "ScriptFailed"
+        self._client.failed(kind, str(problem), "".join(traceback.format_exception(problem)))
+
+    def close(self) -> None:
+        self._client.close()
+
+
+def _nothing() -> None:
+    """Being asked to leave needs no answer: the generation without this worker is on its way."""
+
+
+def run(main: Callable[[Worker], None]) -> None:
+    """Run `main(worker)` as a worker of the job this process was started for; without one, as a job of one worker with
+    a coordinator of its own."""
+    keep_freed_memory()
+    try:
+        if "SHOAL_WORKER_ID" in os.environ:
+            _run_launched(main)
+        else:
+            _run_alone(main)
+    except Leave:
+        sys.exit(0)
+
+
+def _run_launched(main: Callable[[Worker], None]) -> None:
+    env = os.environ
+    channel = socket.socket(fileno=os.dup(int(env["SHOAL_CHANNEL_FD"])))
+    channel.set_inheritable(False)
+    timeouts = Timeouts(float(env["SHOAL_BUDGET_S"]))
+    worker = Worker(
+        env["SHOAL_WORKER_ID"], env["SHOAL_HOST"], RunDir.open(env["SHOAL_DIR"]), env["SHOAL_ADDRESS"], Channel(channel),
+        timeouts, Placement(int(env.get("SHOAL_THREADS", "0")), env.get("SHOAL_PIN", "1") == "1"),
+    )  # fmt: skip
+    _live(worker, main)
+
+
+def _run_alone(main: Callable[[Worker], None]) -> None:
+    from shoal.control.coordinator import EmbeddedCoordinator
+    from shoal.control.membership import found
+
+    try:
+        path = os.environ.get("SHOAL_DIR") or default_path(sys.argv[0] or "python")
+        run_dir = RunDir.create(path, {"script": sys.argv[0], "workers": 1})
+        coordinator = EmbeddedCoordinator(run_dir, found(1, 1, 1))
+        address = coordinator.start()
+        try:
+            _live(Worker("w0", socket.gethostname(), run_dir, address, OwnMemory(), Timeouts(), None), main)
+        finally:
+            coordinator.stop()
+    except errors.UserMistake as mistake:
+        print(f"shoal: {type(mistake).__name__}: {mistake}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _live(worker: Worker, main: Callable[[Worker], None]) -> None:
+    if (plugin := os.environ.get("SHOAL_PLUGIN")) is not None:  # "module:function", called with the worker
+        module, function = plugin.split(":")
+        getattr(importlib.import_module(module), function)(worker)
+    signal.signal(signal.SIGTERM, worker.on_sigterm)
+    try:
+        main(worker)
+        worker.finish()
+    except Exception as problem:
+        worker.fail(problem)
+        raise
+    finally:
+        worker.close()
