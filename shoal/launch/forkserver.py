@@ -3,7 +3,7 @@
 `python -m shoal.launch.forkserver FD PARENT_PID` is the server; `ForkServer` is the launcher's end of its socket.
 Packets are JSON on a SOCK_SEQPACKET socket, descriptors beside them:
 
-    to the server     {"start": worker_id, "script", "args", "env", "log", "threads", "cpus"} + [the worker's channel]
+    to the server     {"start": worker_id, "script", "args", "env", "log"} + [the worker's channel]
     from the server   {"ready": threads of the server} or {"failed": text}, once
                       {"started": worker_id, "pid"} + [pidfd] or {"refused": worker_id, "message"}
                       {"exited": worker_id, "exit_code", "signal"}
@@ -54,15 +54,13 @@ def die_with(parent_pid: int) -> None:
 
 @dataclass(frozen=True)
 class Request:
-    """One worker to fork. `threads` 0 leaves torch's own choice; `cpus` empty pins to none."""
+    """One worker to fork."""
 
     worker_id: str
     script: str
     args: Sequence[str]
     env: Mapping[str, str]
     log: str
-    threads: int
-    cpus: Sequence[int] = ()
 
 
 # ---- the launcher's end ----------------------------------------------------------------------------------------------
@@ -169,6 +167,8 @@ def _preload() -> None:
     importlib.import_module("grpc")
     if importlib.util.find_spec("shoal.train.worker") is not None:
         importlib.import_module("shoal.train.worker")
+    # The first optimizer of a process imports 800 modules (torch._dynamo), more than a second of every worker's start.
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
     gc.collect()
     gc.freeze()  # a collection in a worker must not touch, and so copy, the pages that all workers share
 
@@ -245,10 +245,6 @@ def _become(request: Request, channel: int) -> None:
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     faulthandler.enable()
     os.environ.update(request.env, SHOAL_CHANNEL_FD=str(channel))
-    if request.cpus:
-        os.sched_setaffinity(0, request.cpus)
-    if request.threads:
-        sys.modules["torch"].set_num_threads(request.threads)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # or every worker would draw the server's numbers
     sys.argv = [request.script, *request.args]
@@ -286,9 +282,13 @@ def _run_script(script: str, channel: socket.socket) -> int:
         return 0
     except Exception as error:  # the outermost frame of user code
         packet, status = _failure(error, script)
-    print(packet.get("traceback", f"{packet['error']}: {packet['message']}"), file=sys.stderr, flush=True)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    # Told before it is written: the launcher shows it once, and echoes no worker's log beyond this place.
+    told = {**packet, "log_bytes": os.fstat(2).st_size}
     with contextlib.suppress(ConnectionError):
-        channel.send(json.dumps(packet).encode())
+        channel.send(json.dumps(told).encode())
+    sys.stderr.write(packet.get("traceback", f"{packet['error']}: {packet['message']}\n"))
     return status
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from shoal import errors
+from shoal.control.coordinator import OnError
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,14 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Failure:
-    """What a failing worker said before it ended: the error's name, its one line, and a traceback of user code."""
+    """What a failing worker said before it ended: the error's name, its one line, and a traceback of user code. The
+    same is in its log from `log_bytes` on."""
 
     worker_id: str
     kind: str
     message: str
     traceback: str | None = None
+    log_bytes: int | None = field(default=None, compare=False)
 
     def as_error(self) -> errors.ShoalError:
         found = getattr(errors, self.kind, None)
@@ -76,8 +79,9 @@ class Launcher(ABC):
         """Make ready to start workers. Fails with a ShoalError that says why it cannot."""
 
     @abstractmethod
-    async def start(self, worker_id: str) -> int:
-        """Start a worker that nobody has started before; its pid, for people to read."""
+    async def start(self, worker_id: str, env: Mapping[str, str]) -> int:
+        """Start a worker that nobody has started before, with `env` added to its environment; its pid, for people to
+        read. Fails with a ShoalError if the machine refuses."""
 
     @abstractmethod
     def signal(self, worker_id: str, signum: int) -> None:
@@ -98,6 +102,24 @@ class Launcher(ABC):
     @abstractmethod
     async def close(self) -> None:
         """End whatever is left. Nothing this launcher started lives on."""
+
+
+def ends_job(exit: Exit, failure: Failure | None, on_error: OnError) -> errors.ShoalError | None:
+    """The error that the end of this worker means for the whole job; None if another worker can take its place.
+
+    What the user can put right ends the job, since every worker would fail alike. With "relaunch", an exception in user
+    code is taken for a fault of the machine.
+    """
+    if exit.clean:
+        return None
+    if failure is not None:
+        error = failure.as_error()
+        if isinstance(error, errors.ScriptFailed):
+            return error if on_error == "stop" else None
+        return error if isinstance(error, errors.UserMistake) else None
+    if exit.exit_code is not None and on_error == "stop":
+        return errors.ScriptFailed(f"{exit.worker_id} ended with {exit}; its log says why")
+    return None
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,6 @@ class _Worker:
     pid: int
     pidfd: int
     channel: socket.socket
-    place: int
     dead: asyncio.Event = field(default_factory=asyncio.Event)
     exit: Exit | None = None
 
@@ -76,29 +75,23 @@ class _Worker:
 
 
 class LocalLauncher(Launcher):
-    """Workers of one machine. `threads` is each worker's number of torch threads (0: torch's choice); with `pin` a
-    worker runs on that many cores of its own, as long as there are enough."""
+    """Workers of one machine, all of the same script."""
 
     def __init__(
         self,
         script: Path,
         args: Sequence[str],
         logs: Path,
-        env: Mapping[str, str],
         *,
-        threads: int,
-        pin: bool,
         memory_limit_bytes: int | None,
         on_exit: Callable[[Exit], None],
         on_failure: Callable[[Failure], None],
         on_lost: Callable[[errors.ShoalError], None],
     ) -> None:
         super().__init__(on_exit, on_failure, on_lost)
-        self._script, self._args, self._logs, self._env = script, tuple(args), logs, dict(env)
-        self._threads, self._pin = threads, pin
+        self._script, self._args, self._logs = script, tuple(args), logs
         self._memory = HostMemory(memory_limit_bytes)
         self._workers: dict[str, _Worker] = {}
-        self._starting: set[int] = set()  # places
         self._answers: set[asyncio.Task[None]] = set()
         self._early: dict[str, Exit] = {}  # reaped before the reply to its start was handled
         self._server: ForkServer | None = None
@@ -108,19 +101,15 @@ class LocalLauncher(Launcher):
         self._server = ForkServer(log, self._on_reaped, lambda reason: self.on_lost(errors.ShoalError(reason)))
         await self._server.ready()
 
-    async def start(self, worker_id: str) -> int:
+    async def start(self, worker_id: str, env: Mapping[str, str]) -> int:
         assert self._server is not None, "open() comes first"
-        place = next(n for n in range(1 << 30) if n not in self._places())
-        self._starting.add(place)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         request = Request(
             worker_id=worker_id,
             script=str(self._script),
             args=self._args,
-            env={**self._env, "SHOAL_WORKER_ID": worker_id, "SHOAL_THREADS": str(self._threads)},
+            env={**env, "SHOAL_WORKER_ID": worker_id},
             log=str(self._logs / f"{worker_id}.log"),
-            threads=self._threads,
-            cpus=self._cpus(place),
         )
         try:
             with theirs:
@@ -128,10 +117,8 @@ class LocalLauncher(Launcher):
         except BaseException:
             ours.close()
             raise
-        finally:
-            self._starting.discard(place)
         ours.setblocking(False)
-        self._workers[worker_id] = worker = _Worker(worker_id, pid, pidfd, ours, place)
+        self._workers[worker_id] = worker = _Worker(worker_id, pid, pidfd, ours)
         worker.exit = self._early.pop(worker_id, None)
         loop = asyncio.get_running_loop()
         loop.add_reader(ours, self._read, worker)
@@ -188,18 +175,6 @@ class LocalLauncher(Launcher):
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(asyncio.gather(*(worker.dead.wait() for worker in workers)), timeout_s)
 
-    # ---- where a worker runs
-
-    def _places(self) -> set[int]:
-        return {worker.place for worker in self._workers.values()} | self._starting
-
-    def _cpus(self, place: int) -> tuple[int, ...]:
-        """The cores of the place-th worker; none, which leaves it unpinned, when the cores do not suffice."""
-        if not self._pin:
-            return ()
-        cores, each = sorted(os.sched_getaffinity(0)), max(1, self._threads)
-        return tuple(cores[place * each : (place + 1) * each]) if (place + 1) * each <= len(cores) else ()
-
     # ---- how it ends
 
     def _on_reaped(self, exit: Exit) -> None:
@@ -248,7 +223,8 @@ class LocalLauncher(Launcher):
                 self._answers.add(answer)
                 answer.add_done_callback(self._answers.discard)
             elif "error" in packet:
-                self.on_failure(Failure(worker.worker_id, packet["error"], packet["message"], packet.get("traceback")))
+                said = (packet["error"], packet["message"], packet.get("traceback"), packet.get("log_bytes"))
+                self.on_failure(Failure(worker.worker_id, *said))
 
     async def _give_memory(self, worker: _Worker, name: str, size_bytes: int) -> None:
         reply: dict[str, Any] = {"bytes": size_bytes}

@@ -26,6 +26,7 @@ class Watched:
 
     def __init__(self, directory: Path, script: str, env: Mapping[str, str], memory_limit_bytes: int | None) -> None:
         self.directory = directory
+        self.env = env
         path = directory / "script.py"
         path.write_text(textwrap.dedent(script))
         self.failures: list[Failure] = []
@@ -35,14 +36,14 @@ class Watched:
             path,
             ["--lr", "0.1"],
             directory,
-            env,
-            threads=1,
-            pin=True,
             memory_limit_bytes=memory_limit_bytes,
             on_exit=lambda exit: self._exit(exit.worker_id).set_result(exit),
             on_failure=self.failures.append,
             on_lost=self.lost.set_result,
         )
+
+    async def start(self, worker_id: str) -> int:
+        return await self.launcher.start(worker_id, self.env)
 
     def _exit(self, worker_id: str) -> asyncio.Future[Exit]:
         return self._exits.setdefault(worker_id, asyncio.get_running_loop().create_future())
@@ -85,24 +86,24 @@ WAITS = """
 """
 
 
-def test_worker_gets_its_arguments_environment_log_and_threads(tmp_path):
+def test_worker_gets_its_arguments_environment_log_and_one_thread(tmp_path):
     script = """
         import os, sys, torch
         import neighbor_module
         print(__name__, sys.argv[1:], os.environ["SHOAL_WORKER_ID"], os.environ["EXTRA"], torch.get_num_threads())
         print("to stderr", file=sys.stderr)
-        print(os.path.basename(sys.argv[0]), neighbor_module.VALUE, len(os.sched_getaffinity(0)))
+        print(os.path.basename(sys.argv[0]), neighbor_module.VALUE)
     """
     (tmp_path / "neighbor_module.py").write_text("VALUE = 7")
 
     async def go():
         async with launching(tmp_path, script, {"EXTRA": "here"}) as watched:
-            await watched.launcher.start("w5")
+            await watched.start("w5")
             assert await watched.exited("w5") == Exit("w5", exit_code=0)
             assert watched.log("w5").splitlines() == [
                 "__main__ ['--lr', '0.1'] w5 here 1",
                 "to stderr",
-                "script.py 7 1",
+                "script.py 7",
             ]
             assert watched.failures == []
 
@@ -129,7 +130,7 @@ def test_exception_in_user_code_is_told_with_the_users_frames_only(tmp_path):
 
     async def go():
         async with launching(tmp_path, script) as watched:
-            await watched.launcher.start("w0")
+            await watched.start("w0")
             assert await watched.exited("w0") == Exit("w0", exit_code=1)
             (failure,) = watched.failures
             assert (failure.worker_id, failure.kind) == ("w0", "ScriptFailed")
@@ -151,7 +152,7 @@ def test_user_mistake_is_told_by_its_name_without_a_traceback(tmp_path):
 
     async def go():
         async with launching(tmp_path, script) as watched:
-            await watched.launcher.start("w0")
+            await watched.start("w0")
             assert await watched.exited("w0") == Exit("w0", exit_code=2)
             text = "the model has no parameters; pass one that has"
             assert watched.failures == [Failure("w0", "ModelUnusable", text)]
@@ -183,7 +184,7 @@ def test_exit_status_follows_how_the_script_ended(tmp_path, monkeypatch):
             for number, (script, (status, told)) in enumerate(ENDINGS.items()):
                 worker_id = f"w{number}"
                 (tmp_path / f"{worker_id}.py").write_text(script)
-                await watched.launcher.start(worker_id)
+                await watched.start(worker_id)
                 exit = await watched.exited(worker_id)
                 assert exit == Exit(worker_id, status, None if status is not None else signal.SIGABRT)
                 failures = [failure.message for failure in watched.failures if failure.worker_id == worker_id]
@@ -196,7 +197,7 @@ def test_exit_status_follows_how_the_script_ended(tmp_path, monkeypatch):
 def test_fenced_worker_is_dead_when_fence_returns_and_its_signal_is_known(tmp_path):
     async def go():
         async with launching(tmp_path, WAITS) as watched:
-            pid = await watched.launcher.start("w0")
+            pid = await watched.start("w0")
             await watched.says("w0", "waiting")
             await watched.launcher.fence("w0")
             assert not is_running(pid)
@@ -219,7 +220,7 @@ def test_what_a_killed_worker_had_started_ends_with_it(tmp_path):
 
     async def go():
         async with launching(tmp_path, script) as watched:
-            await watched.launcher.start("w0")
+            await watched.start("w0")
             await watched.says("w0", "\n")
             loader = int(watched.log("w0").split()[1])
             watched.launcher.signal("w0", signal.SIGKILL)
@@ -238,7 +239,7 @@ def test_evidence_tells_a_stopped_worker_from_a_busy_one(tmp_path):
 
     async def go():
         async with launching(tmp_path, script) as watched:
-            await watched.launcher.start("w0")
+            await watched.start("w0")
             await watched.says("w0", "busy")
             first = watched.launcher.evidence("w0")
             assert first is not None
@@ -267,7 +268,7 @@ def test_stop_lets_workers_finish_and_kills_those_that_do_not(tmp_path):
     async def go():
         async with launching(tmp_path, script) as watched:
             for worker_id in ("w0", "w1"):
-                await watched.launcher.start(worker_id)
+                await watched.start(worker_id)
                 await watched.says(worker_id, "waiting")
             await watched.launcher.stop(grace_s=1.0)
             assert await watched.exited("w0") == Exit("w0", exit_code=0)
@@ -292,7 +293,7 @@ def test_workers_share_memory_by_name(tmp_path):
     async def go():
         async with launching(tmp_path, script) as watched:
             for worker_id in ("w0", "w1"):
-                await watched.launcher.start(worker_id)
+                await watched.start(worker_id)
                 assert (await watched.exited(worker_id)).clean, watched.log(worker_id)
             assert watched.log("w1") == "b'hello'\n"
 
@@ -317,7 +318,7 @@ def test_memory_that_cannot_be_given_is_an_error_at_the_worker(tmp_path):
     async def go():
         async with launching(tmp_path, script, env, memory_limit_bytes=2 << 20) as watched:
             for worker_id, (_, kind, text) in cases.items():
-                await watched.launcher.start(worker_id)
+                await watched.start(worker_id)
                 assert (await watched.exited(worker_id)).exit_code == 2, watched.log(worker_id)
                 assert watched.failures[-1].kind == kind
                 assert text in watched.failures[-1].message
@@ -341,7 +342,7 @@ def test_memory_cap_counts_all_regions_together():
 def test_death_of_the_fork_server_is_told_and_takes_its_workers_along(tmp_path):
     async def go():
         async with launching(tmp_path, WAITS) as watched:
-            pid = await watched.launcher.start("w0")
+            pid = await watched.start("w0")
             await watched.says("w0", "waiting")
             os.kill(watched.launcher._server._process.pid, signal.SIGKILL)
             lost = await asyncio.wait_for(watched.lost, DEADLINE_S)
@@ -349,7 +350,7 @@ def test_death_of_the_fork_server_is_told_and_takes_its_workers_along(tmp_path):
             assert not (await watched.exited("w0")).clean
             assert not is_running(pid)
             with pytest.raises(errors.ShoalError, match="fork server"):
-                await watched.launcher.start("w1")
+                await watched.start("w1")
 
     asyncio.run(go())
 

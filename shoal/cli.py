@@ -1,0 +1,379 @@
+"""The command line. It never imports torch, so that it answers at once.
+
+Exit codes: 0 the job finished or was stopped; 2 something the user can put right, told in one line; 1 the job failed;
+128 + n after signal n.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import os
+import re
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from shoal import __version__, errors
+from shoal.control import client, rundir
+from shoal.control.rundir import RunDir
+from shoal.control.timeouts import Timeouts
+from shoal.launch.job import Ending, Job, Size, parse_size
+from shoal.launch.launcher import Relaunch, default_restarts
+from shoal.launch.local import LocalLauncher
+from shoal.launch.screen import Screen
+from shoal.metrics import read_events
+
+app = typer.Typer(
+    help="Train one PyTorch model on many workers that come and go.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+)
+
+JobArgument = Annotated[
+    str | None,
+    typer.Argument(metavar="JOB", help="A run directory, or a name under ./shoal-runs; the newest if left out."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object, for programs.")]
+
+
+class OnErrorChoice(str, Enum):
+    stop = "stop"
+    relaunch = "relaunch"
+
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def parse_bytes(text: str) -> int:
+    """`2G`, `512M`, `1.5GiB`: powers of 1024. Fails with SettingsContradict."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:I?B)?", text.strip().upper())
+    if match is None or float(match[1]) == 0:
+        raise errors.SettingsContradict(f"--memory {text} is not an amount of memory; write --memory 2G")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def check_script(script: Path) -> None:
+    """Fails with ScriptFailed for what can be known before torch is loaded: that it is not there, or does not parse."""
+    try:
+        source = script.read_bytes()
+    except FileNotFoundError:
+        raise errors.ScriptFailed(f"{script} does not exist; name a Python script") from None
+    except OSError as problem:
+        raise errors.ScriptFailed(f"{script} cannot be read: {problem.strerror}; name a Python script") from problem
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compile(source, str(script), "exec")
+    except (SyntaxError, ValueError) as problem:
+        where = f", line {problem.lineno}" if isinstance(problem, SyntaxError) and problem.lineno else ""
+        text = problem.msg if isinstance(problem, SyntaxError) else problem
+        raise errors.ScriptFailed(f"{script}{where}: {type(problem).__name__}: {text}") from None
+
+
+def _create_run_dir(directory: Path | None, script: Path, settings: dict[str, Any]) -> RunDir:
+    if directory is not None:
+        return RunDir.create(directory, settings)
+    path = rundir.default_path(script)
+    for number in range(2, 100):
+        with contextlib.suppress(errors.RunDirUnusable):  # another job of this script began in the same second
+            return RunDir.create(path, settings)
+        path = path.with_name(f"{rundir.default_path(script).name}-{number}")
+    return RunDir.create(path, settings)
+
+
+@app.command(
+    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False},
+    epilog="""**Examples**
+
+`shoal run -n 4 train.py` — four workers
+
+`shoal run -n 2:8 train.py --lr 0.1` — elastic: pauses below two, grows to eight; what follows the script is its own
+
+`shoal run -n 4 --dir runs/a --memory 2G --threads 2 --no-pin train.py`
+
+Ctrl-C lets the workers finish their step and leave; Ctrl-C again kills them.""",
+)
+def run(
+    script: Annotated[Path, typer.Argument(help="The training script: it calls shoal.run(main).", show_default=False)],
+    args: Annotated[list[str] | None, typer.Argument(help="Arguments of the script.", show_default=False)] = None,
+    workers: Annotated[
+        str | None,
+        typer.Option("-n", "--workers", metavar="N|MIN:MAX", help="How many workers; one for each core if left out."),
+    ] = None,
+    directory: Annotated[
+        Path | None, typer.Option("--dir", help="The run directory; a new one under ./shoal-runs if left out.")
+    ] = None,
+    budget_s: Annotated[
+        float, typer.Option("--budget", metavar="SECONDS", help="How long an awaited worker may be silent.")
+    ] = 5.0,
+    on_error: Annotated[
+        OnErrorChoice, typer.Option(help="When the script raises in a worker: stop the job, or start another worker.")
+    ] = OnErrorChoice.stop,
+    restarts: Annotated[
+        int | None,
+        typer.Option(help="Failed workers within a minute before the job gives up; 10, or 3 for each worker."),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(metavar="BYTES", help="A cap on shared memory, as 2G; what the machine has if left out."),
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="torch threads of a worker; its share of the cores if left out.")
+    ] = None,
+    pin: Annotated[bool, typer.Option("--pin/--no-pin", help="Give each worker cores of its own.")] = True,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Errors and the summary only.")] = False,
+) -> int:
+    """Train with a script on this machine, while workers come and go."""
+    cores = len(os.sched_getaffinity(0))
+    size = parse_size(workers if workers is not None else str(cores), cores)
+    timeouts = Timeouts(budget_s)
+    if restarts is not None and restarts < 0:
+        raise errors.SettingsContradict(f"--restarts {restarts} is below 0; 0 means that no worker is replaced")
+    if threads is not None and threads < 1:
+        raise errors.SettingsContradict(f"--threads {threads} is below 1; leave it out to divide the cores")
+    memory_bytes = parse_bytes(memory) if memory is not None else None
+    budget = restarts if restarts is not None else default_restarts(size.target)
+    check_script(script)
+    script = script.absolute()
+    settings = {
+        "script": str(script),
+        "args": args or [],
+        "min": size.min,
+        "max": size.max,
+        "target": size.target,
+        "budget_s": budget_s,
+        "on_error": on_error.value,
+        "restarts": budget,
+        "memory_bytes": memory_bytes,
+        "threads": threads,
+        "pin": pin,
+        "version": __version__,
+    }
+    run_dir = _create_run_dir(directory, script, settings)
+    make_launcher = functools.partial(
+        LocalLauncher,
+        script,
+        args or [],
+        run_dir.logs,
+        memory_limit_bytes=memory_bytes,
+    )
+    env = {"SHOAL_THREADS": str(threads or 0), "SHOAL_PIN": str(int(pin))}
+    if "SHOAL_FAULTS" in os.environ:
+        env["SHOAL_FAULTS"] = os.path.abspath(os.environ["SHOAL_FAULTS"])
+    return _run_job(run_dir, size, timeouts, Relaunch(budget), on_error, env, Screen(quiet), make_launcher)
+
+
+def _run_job(
+    run_dir: RunDir,
+    size: Size,
+    timeouts: Timeouts,
+    relaunch: Relaunch,
+    on_error: OnErrorChoice,
+    env: Mapping[str, str],
+    screen: Screen,
+    make_launcher: functools.partial[LocalLauncher],
+) -> int:
+    screen.tell(f"job {_name(run_dir)}: {size.target} workers, run directory {run_dir.path}")
+    began = time.monotonic()
+
+    async def go() -> Ending:
+        job = Job(run_dir, size, timeouts, relaunch, on_error.value, env, screen)
+        return await job.run(make_launcher)
+
+    ending = asyncio.run(go())
+    took_s = time.monotonic() - began
+    if ending.error is not None:
+        if ending.traceback is not None:
+            screen.show(ending.traceback)
+        raise ending.error
+    for line in _summary(run_dir, ending, took_s):
+        screen.say(line)
+    return 0 if ending.signum is None else 128 + ending.signum
+
+
+def _name(run_dir: RunDir) -> str:
+    """How other commands can call the job from here."""
+    under_runs = run_dir.path.parent == rundir.RUNS.absolute()
+    return run_dir.path.name if under_runs else os.path.relpath(run_dir.path)
+
+
+def _committed_seq(events: Sequence[dict[str, Any]]) -> int | None:
+    return max((event["seq"] for event in events if event["event"] == "finished" and "seq" in event), default=None)
+
+
+def _summary(run_dir: RunDir, ending: Ending, took_s: float) -> list[str]:
+    events = read_events(run_dir.events)
+    kinds = [event["event"] for event in events]
+    if "generation" not in kinds:
+        return [f"no worker joined the job in {took_s:.1f} s; does the script call shoal.run(main)?"]
+    how = "finished" if "finished" in kinds else f"stopped ({ending.reason})"
+    report = _audit(run_dir)
+    lost = kinds.count("lost")
+    line = (
+        f"{how}: {report.steps:,} steps, {report.samples:,} samples in {took_s:.1f} s, "
+        f"{kinds.count('generation')} generations, {lost} worker{'' if lost == 1 else 's'} lost"
+    )
+    return [line, str(report)]
+
+
+def _audit(run_dir: RunDir) -> Any:
+    # numpy costs a tenth of a second, which other commands need not pay
+    from shoal.data.audit import audit
+
+    return audit(run_dir.audit, _committed_seq(read_events(run_dir.events)))
+
+
+@app.command(epilog="**Example** `shoal status --json | jq .step`")
+def status(job: JobArgument = None, as_json: JsonOption = False) -> int:
+    """Show who is in, and how far the job is."""
+    run_dir = rundir.find(job)
+    state = _status(run_dir)
+    if as_json:
+        print(json.dumps(state))
+        return 0
+    loss = "" if state["loss"] is None else f", loss {state['loss']:.4f}"
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console.print(
+        f"{_name(run_dir)}: {state['phase']}, generation {state['generation']}, step {state['step']:,}, "
+        f"epoch {state['epoch']}, {state['samples']:,} samples, {state['rate']:,.0f} samples/s{loss}"
+    )
+    if state["members"]:
+        table = Table("worker", "rank", "state", "step", "pid", "host", box=None)
+        for worker in state["members"]:
+            cells = [
+                worker["worker_id"],
+                worker["rank"],
+                worker["state"],
+                worker["step"],
+                worker["pid"],
+                worker["host"],
+            ]
+            if worker["suspect"]:
+                cells[2] = f"{worker['state']}, suspect"
+            table.add_row(*("" if cell is None else str(cell) for cell in cells))
+        console.print(table)
+    return 0
+
+
+def _status(run_dir: RunDir) -> dict[str, Any]:
+    """What the coordinator says, or what is left of a job that is over."""
+    address = run_dir.address()
+    if address is not None:
+        with contextlib.suppress(errors.JobNotFound):
+            return client.status(address, run_dir.token())
+    events = read_events(run_dir.events)
+    finished = [event for event in events if event["event"] == "finished"]
+    settings = run_dir.settings()
+    return {
+        "dir": str(run_dir.path),
+        "phase": "finished" if finished else "ended" if any(e["event"] == "ended" for e in events) else "not running",
+        "reason": "",
+        "generation": max((event["number"] for event in events if event["event"] == "generation"), default=0),
+        "members": [],
+        "step": max((event.get("step", 0) for event in finished), default=0),
+        "epoch": 0,
+        "samples": _audit(run_dir).samples,
+        "rate": 0.0,
+        "loss": None,
+        **{name: settings.get(name) for name in ("target", "min", "max")},
+    }
+
+
+def _address(run_dir: RunDir) -> str:
+    address = run_dir.address()
+    if address is None:
+        raise errors.JobNotFound(f"{_name(run_dir)} does not serve yet; try again in a moment")
+    return address
+
+
+@app.command(epilog="**Example** `shoal scale train-20260101-120000 6`")
+def scale(
+    job: Annotated[str, typer.Argument(metavar="JOB", help="A run directory, or a name under ./shoal-runs.")],
+    target: Annotated[str, typer.Argument(metavar="N", help="How many workers.")],
+) -> int:
+    """Change the number of workers of a running job."""
+    if not target.isdecimal() or int(target) < 1:
+        raise errors.SettingsContradict(
+            f"cannot scale to {target}: it is not a number of workers; write shoal scale JOB 4"
+        )
+    run_dir = rundir.find(job)
+    state = client.scale(_address(run_dir), run_dir.token(), int(target))
+    print(f"{_name(run_dir)}: {state['target']} workers wanted")
+    return 0
+
+
+@app.command(epilog="**Example** `shoal stop`")
+def stop(job: JobArgument = None) -> int:
+    """Let every worker finish its step and leave, and end the job."""
+    run_dir = rundir.find(job)
+    client.stop(_address(run_dir), run_dir.token(), "shoal stop")
+    print(f"{_name(run_dir)}: stopping")
+    return 0
+
+
+@app.command(epilog="**Example** `shoal audit runs/a` — exits with 1 when a sample was lost or trained twice")
+def audit(job: JobArgument = None, as_json: JsonOption = False) -> int:
+    """Check, from what the workers really fed, that every sample was trained exactly once."""
+    run_dir = rundir.find(job)
+    report = _audit(run_dir)
+    if as_json:
+        print(json.dumps({**vars(report), "clean": report.clean}))
+    else:
+        print(report)
+        for line in report.mismatches:
+            print(line)
+    return 0 if report.clean else 1
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"shoal {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True)] = False) -> None:
+    pass
+
+
+# typer brings its own copy of click in newer versions, and exports this one of its errors only
+_BadCommandLine: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return text if type(error) is errors.ShoalError else f"{type(error).__name__}: {text}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    try:
+        code = app(args=arguments, prog_name="shoal", standalone_mode=False)
+    except errors.ShoalError as error:
+        if error.__cause__ is not None and type(error) is errors.ShoalError:  # ours to put right, so show where
+            traceback.print_exception(error.__cause__)
+        print(f"shoal: {_one_line(error)}", file=sys.stderr)
+        code = 2 if isinstance(error, errors.UserMistake) else 1
+    except _BadCommandLine as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            error.show()
+        else:
+            text = error.format_message().rstrip(".")
+            print(f"shoal: SettingsContradict: {text}; see shoal --help", file=sys.stderr)
+        code = 2
+    except (typer.Abort, KeyboardInterrupt):
+        code = 130
+    sys.exit(code)

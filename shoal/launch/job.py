@@ -1,0 +1,434 @@
+"""One job from its first process to its last: a launcher, a coordinator, and what happens between them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shoal import errors
+from shoal.control import client
+from shoal.control.coordinator import OnError
+from shoal.control.membership import MAX_SLOTS
+from shoal.control.rundir import RunDir
+from shoal.control.timeouts import Timeouts
+from shoal.launch.launcher import Exit, Failure, GiveUp, Launcher, Relaunch, Start, ends_job
+from shoal.launch.screen import Screen, Tail, transition_line
+from shoal.metrics import read_events
+
+_POLL_S = 0.1
+_LIVE_PROGRESS_S = 0.5
+_PLAIN_PROGRESS_S = 5.0
+_LAST_WORD_S = 2.0  # from the last worker's end until the coordinator has said that the job is over
+
+
+@dataclass(frozen=True)
+class Size:
+    """How many workers: the job pauses below `min` and starts with `target`."""
+
+    min: int
+    max: int
+    target: int
+
+
+def parse_size(text: str, cores: int) -> Size:
+    """`4` is a target of 4 with everything from 1 up allowed; `2:8` stays between and aims at the number of cores."""
+    try:
+        low, high = (int(part) for part in text.split(":")) if ":" in text else (1, MAX_SLOTS)
+        target = min(max(cores, low), high) if ":" in text else int(text)
+    except ValueError:
+        raise errors.SettingsContradict(f"-n {text} is not a number of workers; write -n 4, or -n 2:8") from None
+    if low > high:
+        raise errors.SettingsContradict(f"-n {text} has more at least than at most; write -n {high}:{low}")
+    if low < 1 or target < 1:
+        raise errors.SettingsContradict(f"-n {text} has no worker; a job needs 1 at least")
+    if max(target, high) > MAX_SLOTS:
+        raise errors.SettingsContradict(f"-n {text} is more than one host takes; {MAX_SLOTS} workers at most")
+    return Size(low, high, target)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Why a job ended: with an error, by a signal, or because all was done or somebody stopped it."""
+
+    reason: str = ""
+    error: errors.ShoalError | None = None
+    traceback: str | None = None
+    signum: int | None = None
+
+
+class CoordinatorProcess:
+    """The coordinator, as a process that ends with this one."""
+
+    def __init__(self, run_dir: RunDir, size: Size, timeouts: Timeouts, on_error: OnError) -> None:
+        self._run_dir = run_dir
+        self.log = run_dir.logs / "coordinator.log"
+        options = {
+            "--dir": run_dir.path,
+            "--min": size.min,
+            "--max": size.max,
+            "--target": size.target,
+            "--budget": timeouts.budget_s,
+            "--on-error": on_error,
+            "--parent": os.getpid(),
+        }
+        command = [sys.executable, "-m", "shoal.control.coordinator"]
+        command += [str(word) for option in options.items() for word in option]
+        with open(self.log, "ab") as output:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # Ctrl-C in the terminal reaches the launcher only, which drains
+            )
+        self._pidfd = os.pidfd_open(self._process.pid)
+        self.ended = asyncio.Event()
+        asyncio.get_running_loop().add_reader(self._pidfd, self._on_end)
+
+    def _on_end(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        self._process.wait()
+        self.ended.set()
+
+    def lost(self) -> errors.CoordinatorLost:
+        lines = self.log.read_text(errors="replace").split("\n") if self.log.exists() else []
+        last = next((line for line in reversed(lines) if line.strip()), "it said nothing")
+        status = Exit("", *_status(self._process.returncode))
+        return errors.CoordinatorLost(f"the coordinator ended with {status}: {last.strip()[:300]}; see {self.log}")
+
+    async def address(self) -> str:
+        """host:port, once it serves. Fails with CoordinatorLost if it ends before."""
+        while (address := self._run_dir.address()) is None:
+            if self.ended.is_set():
+                raise self.lost()
+            await asyncio.sleep(0.01)
+        return address
+
+    async def close(self, grace_s: float) -> None:
+        for signum in (signal.SIGTERM, signal.SIGKILL):
+            if not self.ended.is_set():
+                signal.pidfd_send_signal(self._pidfd, signum)
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self.ended.wait(), grace_s)
+        os.close(self._pidfd)
+
+
+def _status(returncode: int) -> tuple[int | None, int | None]:
+    return (returncode, None) if returncode >= 0 else (None, -returncode)
+
+
+class Job:
+    """Keeps as many workers as the coordinator wants, tells it of every death, and ends when the job does.
+
+    Everything here runs on one event loop; what the coordinator says comes in by `call_soon_threadsafe`.
+    """
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        size: Size,
+        timeouts: Timeouts,
+        relaunch: Relaunch,
+        on_error: OnError,
+        env: Mapping[str, str],
+        screen: Screen,
+    ) -> None:
+        self._run_dir, self._size, self._timeouts = run_dir, size, timeouts
+        self._relaunch, self._on_error = relaunch, on_error
+        self._env = dict(env)
+        self._screen = screen
+        self._host = socket.gethostname()
+        self._target, self._finishing = 0, False
+        self._next_number = 0
+        self._live: dict[str, int] = {}  # worker id → pid
+        self._failures: dict[str, Failure] = {}
+        self._told: Failure | None = None  # by the coordinator
+        self._delayed: list[asyncio.Task[None]] = []  # starts that wait for their time, and may be called off
+        self._starting = 0
+        self._events = Tail(run_dir.events)
+        self._tails: dict[str, Tail] = {}
+        self._ending: Ending | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def run(self, make_launcher: Callable[..., Launcher]) -> Ending:
+        """Run the job to its end. `make_launcher` is called with on_exit, on_failure and on_lost.
+
+        When this returns or raises, no process of the job is left.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._over = asyncio.Event()
+        self._coordinator = CoordinatorProcess(self._run_dir, self._size, self._timeouts, self._on_error)
+        self._launcher = make_launcher(on_exit=self._on_exit, on_failure=self._on_failure, on_lost=self._on_lost)
+        self._link: client.LauncherClient | None = None
+        with self._signals():
+            try:
+                self._spawn(self._begin())
+                await self._over.wait()
+            finally:
+                await self._close()
+        assert self._ending is not None
+        return self._with_last_words(self._ending)
+
+    # ---- begin and end
+
+    async def _begin(self) -> None:
+        opening = asyncio.ensure_future(self._launcher.open())
+        try:
+            address = await self._coordinator.address()
+            await opening
+        except errors.ShoalError as error:
+            opening.cancel()
+            return self._end(Ending(error=error), grace_s=0.0)
+        if self._ending is not None:
+            return
+        self._env |= {
+            "SHOAL_DIR": str(self._run_dir.path),
+            "SHOAL_ADDRESS": address,
+            "SHOAL_HOST": self._host,
+            "SHOAL_BUDGET_S": str(self._timeouts.budget_s),
+        }
+        self._link = client.LauncherClient(
+            address,
+            self._run_dir.token(),
+            self._host,
+            self._timeouts,
+            live=lambda: tuple(self._live.items()),
+            on_target=self._on_loop(self._on_target),
+            on_fence=self._on_loop(self._on_fence),
+            on_probe=self._on_loop(self._on_probe),
+            on_stop=self._on_loop(self._on_stop),
+        )
+        self._link.start()
+        self._spawn(self._show_output())
+        self._spawn(self._show_progress(address))
+        await self._coordinator.ended.wait()
+        self._end(Ending(error=self._coordinator.lost()), grace_s=0.0)
+
+    def _end(self, ending: Ending, grace_s: float) -> None:
+        """Stop all workers and be over. The first reason counts."""
+        if self._ending is not None:
+            return
+        self._ending = ending
+        for start in self._delayed:
+            start.cancel()
+        self._spawn(self._stop(grace_s))
+
+    async def _stop(self, grace_s: float) -> None:
+        await self._launcher.stop(grace_s)
+        self._over.set()
+
+    async def _close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._launcher.close()
+        if self._link is not None:
+            await asyncio.to_thread(self._link.close)  # delivers the last deaths
+        await self._coordinator.close(self._timeouts.budget_s)
+        self._echo(last=True)
+        self._screen.close()
+
+    def _with_last_words(self, ending: Ending) -> Ending:
+        """A worker may have told the coordinator, and not the launcher, why it failed."""
+        if ending.error is None or ending.traceback is not None or not isinstance(ending.error, errors.ScriptFailed):
+            return ending
+        told = [failure.traceback for failure in self._failures.values() if failure.traceback]
+        told += [event["traceback"] for event in read_events(self._run_dir.events) if event.get("traceback")]
+        return Ending(ending.reason, ending.error, told[0] if told else None, ending.signum)
+
+    # ---- what the coordinator wants
+
+    def _on_target(self, target: int, finishing: bool) -> None:
+        self._target, self._finishing = target, finishing
+        surplus = len(self._live) + self._starting + len(self._delayed) - target
+        for start in self._delayed[::-1][: max(0, surplus)]:
+            start.cancel()
+        for _ in range(-surplus):
+            self._start_after(0.0)
+
+    def _on_fence(self, worker_id: str, reason: str) -> None:
+        self._spawn(self._launcher.fence(worker_id))
+
+    def _on_probe(self, worker_id: str) -> None:
+        evidence = self._launcher.evidence(worker_id)
+        if evidence is not None and self._link is not None:
+            self._link.evidence(worker_id, evidence.stopped, evidence.cpu_s)
+
+    def _on_stop(self, reason: str, failed: bool, kind: str) -> None:
+        if not failed:
+            return self._end(Ending(reason=reason), self._timeouts.drain_s)
+        # The worker that failed is still saying why: a signal now would cut it short.
+        self._told, self._finishing = Failure("", kind, reason), True
+        self._loop.call_later(_LAST_WORD_S, self._end_as_told)
+
+    def _end_as_told(self) -> None:
+        told = next(iter(self._failures.values()), self._told)
+        assert told is not None
+        self._end(Ending(error=told.as_error(), traceback=told.traceback), self._timeouts.budget_s)
+
+    # ---- workers come and go
+
+    def _start_after(self, delay_s: float) -> None:
+        if self._ending is not None or self._finishing:
+            return
+        delayed = self._spawn(asyncio.sleep(delay_s))
+        self._delayed.append(delayed)
+        delayed.add_done_callback(self._on_due)
+
+    def _on_due(self, delayed: asyncio.Task[None]) -> None:
+        self._delayed.remove(delayed)
+        if not delayed.cancelled() and self._ending is None:
+            self._starting += 1
+            self._spawn(self._start())
+
+    async def _start(self) -> None:
+        worker_id = f"w{self._next_number}"
+        self._next_number += 1
+        self._relaunch = self._relaunch.on_start(worker_id, time.monotonic())
+        try:
+            pid = await self._launcher.start(worker_id, self._env)
+        except errors.ShoalError as error:
+            self._screen.say(f"{worker_id} was not started: {error}")
+            return self._on_exit(Exit(worker_id))
+        finally:
+            self._starting -= 1
+        self._live[worker_id] = pid
+        self._tails[worker_id] = Tail(self._run_dir.logs / f"{worker_id}.log")
+        if self._link is not None:
+            self._link.started(worker_id, pid)
+
+    def _on_failure(self, failure: Failure) -> None:
+        self._failures.setdefault(failure.worker_id, failure)
+        if failure.worker_id in self._tails:
+            self._tails[failure.worker_id].cut(failure.log_bytes)
+
+    def _on_exit(self, exit: Exit) -> None:
+        if self._link is not None:
+            self._link.gone(exit.worker_id, exit.clean, exit.exit_code or 0, exit.signal or 0, str(exit))
+        self._live.pop(exit.worker_id, None)
+        if self._ending is not None:
+            return
+        failure = self._failures.get(exit.worker_id)
+        error = ends_job(exit, failure, self._on_error)
+        if error is not None:
+            traceback = failure.traceback if failure is not None else None
+            return self._end(Ending(error=error, traceback=traceback), self._timeouts.budget_s)
+        self._relaunch, decisions = self._relaunch.on_exit(exit.worker_id, exit.clean, time.monotonic())
+        for decision in decisions:
+            if isinstance(decision, Start):
+                self._start_after(decision.delay_s)
+            elif isinstance(decision, GiveUp):
+                reason = f"{decision.reason}; the last was {exit.worker_id} ({exit}), logs are in {self._run_dir.logs}"
+                return self._end(Ending(error=errors.RestartBudgetSpent(reason)), self._timeouts.budget_s)
+        if self._live or self._starting or self._delayed:
+            return
+        if self._told is not None:
+            self._end_as_told()
+        else:
+            # A finished job is declared over by the coordinator; one that nobody joined is known here alone.
+            wait_s = _LAST_WORD_S if self._finishing else 0.0
+            self._loop.call_later(wait_s, self._end, Ending(reason="every worker has gone"), 0.0)
+
+    def _on_lost(self, error: errors.ShoalError) -> None:
+        self._end(Ending(error=error), grace_s=0.0)
+
+    # ---- signals
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """The first signal drains, the second kills."""
+        wanted = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # it is under nohup
+            wanted.append(signal.SIGHUP)
+        for signum in wanted:
+            self._loop.add_signal_handler(signum, self._on_signal, signum)
+        try:
+            yield
+        finally:
+            for signum in wanted:
+                self._loop.remove_signal_handler(signum)
+
+    def _on_signal(self, signum: int) -> None:
+        name = signal.Signals(signum).name
+        if self._ending is not None:
+            self._screen.say(f"{name} again: killing every worker")
+            self._over.set()
+            return
+        self._screen.say(f"{name}: workers finish their step and leave; once more to kill them")
+        if self._link is not None:
+            address, token = self._env["SHOAL_ADDRESS"], self._run_dir.token()
+            self._spawn(asyncio.to_thread(self._tell_stop, address, token, f"{name} at the launcher"))
+        self._end(Ending(reason=name, signum=signum), self._timeouts.drain_s)
+
+    def _tell_stop(self, address: str, token: str, reason: str) -> None:
+        with contextlib.suppress(errors.JobNotFound):  # it ended meanwhile, or hangs: the workers get a signal too
+            client.stop(address, token, reason, self._timeouts.budget_s)
+
+    # ---- what the user sees
+
+    async def _show_output(self) -> None:
+        while True:
+            self._echo()
+            await asyncio.sleep(_POLL_S)
+
+    def _echo(self, last: bool = False) -> None:
+        for worker_id, tail in list(self._tails.items()):
+            gone = worker_id not in self._live
+            for line in tail.lines(last=last or gone):
+                self._screen.echo(worker_id, line)
+            if gone or last:
+                self._tails.pop(worker_id).close()
+        for line in self._events.lines():
+            transition = transition_line(json.loads(line))
+            if transition is not None:
+                self._screen.tell(transition)
+        if last:
+            self._events.close()
+
+    async def _show_progress(self, address: str) -> None:
+        every_s = _LIVE_PROGRESS_S if self._screen.live else _PLAIN_PROGRESS_S
+        token = self._run_dir.token()
+        while True:
+            await asyncio.sleep(every_s)
+            with contextlib.suppress(errors.JobNotFound):  # it does not answer just now
+                self._screen.progress(await asyncio.to_thread(client.status, address, token, every_s))
+
+    # ---- tasks
+
+    def _spawn(self, work: Any) -> asyncio.Task[Any]:
+        task: asyncio.Task[Any] = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_done)
+        return task
+
+    def _on_task_done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (problem := task.exception()) is not None:
+            # Nothing here may fail unseen: the job would hang.
+            self._ending = self._ending or Ending(error=_unexpected(problem))
+            self._over.set()
+
+    def _on_loop(self, act: Callable[..., None]) -> Callable[..., None]:
+        return lambda *said: self._from_thread(act, *said)
+
+    def _from_thread(self, act: Callable[..., None], *said: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and the job with it
+            self._loop.call_soon_threadsafe(act, *said)
+
+
+def _unexpected(problem: BaseException) -> errors.ShoalError:
+    if isinstance(problem, errors.ShoalError):
+        return problem
+    error = errors.ShoalError(f"the launcher failed: {type(problem).__name__}: {problem}")
+    error.__cause__ = problem
+    return error
