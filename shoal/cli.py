@@ -108,8 +108,8 @@ def _create_run_dir(directory: Path | None, script: Path, settings: dict[str, An
 Ctrl-C lets the workers finish their step and leave; Ctrl-C again kills them.""",
 )
 def run(
-    script: Annotated[Path, typer.Argument(help="The training script: it calls shoal.run(main).", show_default=False)],
-    args: Annotated[list[str] | None, typer.Argument(help="Arguments of the script.", show_default=False)] = None,
+    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="The training script: it calls shoal.run(main).")],
+    args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Arguments of the script.")] = None,
     workers: Annotated[
         str | None,
         typer.Option("-n", "--workers", metavar="N|MIN:MAX", help="How many workers; one for each core if left out."),
