@@ -25,8 +25,6 @@ from shoal.control.protocol import CommandReply, CommandRequest, FromLauncher, F
 from shoal.control.timeouts import Timeouts
 from shoal.errors import CoordinatorLost, JobNotFound, SettingsContradict, TokenRefused
 
-PROTOCOL_VERSION = "1"
-
 
 @dataclass(frozen=True)
 class Progress:
@@ -51,7 +49,8 @@ class Link:
     """One stream, kept open from a thread of its own until `close`.
 
     Every time it is opened, `opening()` and then whatever was said with `keep` go out first. `beat`, if given, makes a
-    message whenever the beat interval has passed. `hear` is called on the link's thread.
+    message whenever the beat interval has passed. `hear` is called on the link's thread, and no call is made with a
+    lock held.
     """
 
     def __init__(
@@ -92,12 +91,17 @@ class Link:
             if self._outbox is not None:
                 self._outbox.put(message)
 
-    def say(self, message: Any) -> None:
-        """Say it once, now or when the stream is next open; a stream that breaks just then loses it."""
+    def drop(self, key: str) -> None:
+        """Do not say it again."""
+        with self._lock:
+            self._kept.pop(key, None)
+
+    def say(self, message: Any, later: bool = False) -> None:
+        """Say it once, if the stream is open, or `later` when it next is; one that breaks just then loses it."""
         with self._lock:
             if self._outbox is not None:
                 self._outbox.put(message)
-            else:
+            elif later:
                 self._once.append(message)
 
     def close(self) -> None:
@@ -131,7 +135,7 @@ class Link:
         with grpc.insecure_channel(self._address, options=protocol.CHANNEL_OPTIONS) as channel:
             outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
             with self._lock:
-                for message in (self._opening(), *self._kept.values(), *self._once):
+                for message in (*self._kept.values(), *self._once):
                     outbox.put(message)
                 self._once.clear()
                 self._outbox = outbox
@@ -158,6 +162,8 @@ class Link:
 
     def _outgoing(self, outbox: queue.SimpleQueue[Any]) -> Iterator[Any]:
         """gRPC asks for the next message when the last one is out, so no beats pile up while a coordinator hangs."""
+        # Made only now that whatever is said goes to this stream's outbox: nothing falls between the two.
+        yield self._opening()
         due = time.monotonic() + self._timeouts.beat_s
         while True:
             try:
@@ -243,7 +249,7 @@ class Client:
         self._link.keep("failed", FromWorker(failed=body))
 
     def scale(self, target: int, relative: bool = False) -> None:
-        self._link.say(FromWorker(scale={"target": target, "relative": relative}))
+        self._link.say(FromWorker(scale={"target": target, "relative": relative}), later=True)
 
     def wait_newer(self, number: int, timeout_s: float) -> Generation | None:
         """The newest generation once it is above `number`; None after the timeout, or when dismissed meanwhile.
@@ -277,7 +283,7 @@ class Client:
                 "worker_id": self._worker_id,
                 "host": self._host,
                 "pid": os.getpid(),
-                "version": PROTOCOL_VERSION,
+                "version": protocol.VERSION,
                 "generation": 0 if self.newest is None else self.newest.number,
             }
         )
@@ -324,8 +330,8 @@ class Client:
 class LauncherClient:
     """A launcher's link to the coordinator. The callbacks are called on the link's thread.
 
-    `live` gives worker_id and pid of every process that has not been reported gone; it is read at each reconnect, and
-    whoever is missing there counts as dead.
+    `live` gives worker_id and pid of every process that has not been reported gone; it is read at each reconnect, on a
+    thread of gRPC's, and whoever is missing there counts as dead.
     """
 
     def __init__(
@@ -346,19 +352,22 @@ class LauncherClient:
         self._on_fence = on_fence
         self._on_probe = on_probe
         self._on_stop = on_stop
-        self._gone: dict[str, int] = {}
+        self._gone: set[str] = set()
         self._link = Link(address, token, "Launch", ToLauncher, timeouts, self._hello, self._hear)
 
     def start(self) -> None:
         self._link.start()
 
     def started(self, worker_id: str, pid: int) -> None:
+        """Call it when `live` already lists the worker: while there is no stream, the next one opens with that."""
+        self._gone.discard(worker_id)
+        self._link.drop(f"gone {worker_id}")
         self._link.say(FromLauncher(started={"worker_id": worker_id, "pid": pid}))
 
     def gone(self, worker_id: str, clean: bool, exit_code: int = 0, signal: int = 0, reason: str = "") -> None:
         """The process is dead: its pidfd said so."""
         body = {"worker_id": worker_id, "clean": clean, "exit_code": exit_code, "signal": signal, "reason": reason}
-        self._gone[worker_id] = 0
+        self._gone.add(worker_id)
         self._link.keep(f"gone {worker_id}", FromLauncher(gone=body))
 
     def evidence(self, worker_id: str, stopped: bool, cpu_time_s: float) -> None:
@@ -369,10 +378,9 @@ class LauncherClient:
         self._link.close()
 
     def _hello(self) -> Any:
-        # Those reported gone are listed too: their own messages follow, and say how they ended.
-        listed = {**self._gone, **dict(self._live())}
-        workers = [{"worker_id": worker_id, "pid": pid} for worker_id, pid in listed.items()]
-        return FromLauncher(hello={"host": self._host, "pid": os.getpid(), "workers": workers})
+        gone = sorted(self._gone)
+        workers = [{"worker_id": worker_id, "pid": pid} for worker_id, pid in self._live() if worker_id not in gone]
+        return FromLauncher(hello={"host": self._host, "pid": os.getpid(), "workers": workers, "gone": gone})
 
     def _hear(self, message: Any) -> None:
         kind, body = protocol.kind_of(message)

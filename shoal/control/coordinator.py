@@ -88,6 +88,7 @@ class Coordinator:
         self._stop_message: Any = None
         self._ended = False
         self._stopping = asyncio.Event()
+        self._broken: Exception | None = None
 
     async def start(self) -> str:
         """Bind to loopback, at the port of the coordinator before if there was one. Returns host:port."""
@@ -120,13 +121,15 @@ class Coordinator:
         return address
 
     async def serve(self, serving: Callable[[str], None] | None = None) -> None:
-        """Run until `request_stop`; `serving` is called with the address once it answers."""
+        """Run until `request_stop`; `serving` is called with the address once it answers. Raises what broke it."""
         address = await self.start()
         if serving is not None:
             serving(address)
         _log.info("coordinator serves %s at %s", self._run_dir.path, address)
         await self._stopping.wait()
         await self.close()
+        if self._broken is not None:
+            raise self._broken
 
     def request_stop(self) -> None:
         self._stopping.set()
@@ -148,6 +151,15 @@ class Coordinator:
             asyncio.get_running_loop().call_soon(self._turn)
 
     def _turn(self) -> None:
+        try:
+            self._handle_inbox()
+        except Exception as error:
+            # What was decided may be neither written nor told: the next coordinator goes on from the journal.
+            _log.exception("the coordinator cannot go on")
+            self._broken = error
+            self.request_stop()
+
+    def _handle_inbox(self) -> None:
         events, self._inbox = self._inbox, []
         now = self._clock()
         before = self._membership
@@ -200,6 +212,11 @@ class Coordinator:
 
     def _joined(self, join: Any, outbox: Outbox) -> Event:
         def event(membership: Membership, now: float) -> Outcome:
+            if join.version != protocol.VERSION:
+                reason = (
+                    f"it speaks version {join.version} and the job {protocol.VERSION}; start it from the same shoal"
+                )
+                return membership, [m.Refuse(join.worker_id, reason)]
             membership, instructions = m.on_join(membership, join.worker_id, join.host, now, join.generation)
             worker = membership.worker(join.worker_id)
             if worker is not None:
@@ -278,7 +295,7 @@ class Coordinator:
                     if (older := self._launchers.get(host)) is not None:
                         older.end()
                     self._launchers[host] = outbox
-                    self._greet(host, body.workers, outbox)
+                    self._greet(host, body, outbox)
                 elif host:
                     self._heard_launcher(host, kind, body)
             outbox.end()
@@ -289,12 +306,12 @@ class Coordinator:
             if self._launchers.get(host) is outbox:
                 del self._launchers[host]
 
-    def _greet(self, host: str, workers: Any, outbox: Outbox) -> None:
-        live = [worker.worker_id for worker in workers]
+    def _greet(self, host: str, hello: Any, outbox: Outbox) -> None:
+        known = [*(worker.worker_id for worker in hello.workers), *hello.gone]
         if self._stop_message is not None:
             outbox.put(self._stop_message)
-        self._post(lambda membership, now: m.on_roster(membership, host, live))
-        for worker in workers:
+        self._post(lambda membership, now: m.on_roster(membership, host, known))
+        for worker in hello.workers:
             self._heard_launcher(host, "started", worker)
 
     def _heard_launcher(self, host: str, kind: str, body: Any) -> None:
@@ -372,9 +389,6 @@ class Coordinator:
                 self._forget(instruction.worker_id)
 
     def _publish(self, generation: m.Generation, cause: str) -> None:
-        message = protocol.to_wire(generation)
-        for member in (*generation.members, *generation.leavers):
-            self._tell_worker(member.worker_id, message)
         size = len(generation.members)
         workers = f"{size} worker{'' if size == 1 else 's'}{', paused' if generation.paused else ''}"
         _log.info("generation %d → %d: %s, %s", generation.number - 1, generation.number, cause, workers)
@@ -387,6 +401,9 @@ class Coordinator:
             paused=generation.paused,
             cause=cause,
         )
+        message = protocol.to_wire(generation)
+        for member in (*generation.members, *generation.leavers):
+            self._tell_worker(member.worker_id, message)
 
     def _tell_worker(self, worker_id: str, message: Any) -> None:
         if (outbox := self._workers.get(worker_id)) is not None:

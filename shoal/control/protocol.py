@@ -25,6 +25,7 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 SERVICE = "shoal.Control"
+VERSION = "1"  # a worker of another version is refused
 MAX_MESSAGE_BYTES = 1 << 20
 TRACEBACK_CHARS = 1 << 16
 

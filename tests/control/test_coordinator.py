@@ -257,8 +257,9 @@ def test_an_exception_in_user_code_stops_the_job_once(make_job: Callable[..., Jo
     launcher = job.launcher({"w0": 1, "w1": 2})
     first, second = job.worker("w0"), job.worker("w1")
     first.client.failed("ValueError", "bad batch", "Traceback …")
-    second.client.failed("ValueError", "bad batch", "Traceback …")
     assert launcher.hear("stop") == ("stop", "w0 failed: ValueError: bad batch", True, "ValueError")
+    second.client.failed("ValueError", "bad batch", "Traceback …")
+    second.client.close()  # returns when it was heard
     assert first.client.wait_bye(WAIT_S)
     assert second.client.wait_bye(WAIT_S)
     assert job.kinds().count("failed") == 1
@@ -288,7 +289,7 @@ def test_a_job_ends_when_all_have_finished_and_gone(make_job: Callable[..., Job]
     for worker in workers:
         worker.newer(0)
         worker.client.finished("abc", 10, 11, {"loss": 0.5})
-    for worker in workers:
+    for worker, worker_id in zip(workers, ("w0", "w1"), strict=True):
         number = 1
         while not worker.client.dismissed:
             generation = worker.client.wait_newer(number, WAIT_S)
@@ -296,7 +297,7 @@ def test_a_job_ends_when_all_have_finished_and_gone(make_job: Callable[..., Job]
                 break
             assert not generation.paused
             number = generation.number
-            if generation.leaves("w0") or generation.leaves("w1"):
+            if generation.leaves(worker_id):
                 worker.client.parked(number)
     for worker, worker_id in zip(workers, ("w0", "w1"), strict=True):
         assert worker.client.wait_bye(WAIT_S)
@@ -347,3 +348,59 @@ def test_a_command_to_a_job_that_ended_says_so(make_job: Callable[..., Job]) -> 
     job.server.stop()
     with pytest.raises(JobNotFound, match="no job answers"):
         job.status()
+
+
+def test_a_launcher_that_reconnects_tells_of_a_death_once_and_how_it_ended(make_job: Callable[..., Job]) -> None:
+    job = make_job()
+    live = {"w0": 1, "w1": 2}
+    launcher = job.launcher(live)
+    launcher.hear("target")
+    first, second = job.worker("w0"), job.worker("w1")
+    first.client.ready()
+    second.client.ready()
+    first.newer(0)
+    second.client.close()
+    job.server.stop()
+    del live["w1"]
+    launcher.client.gone("w1", clean=False, signal=9)
+    for _ in range(2):
+        job.bring_up()
+        launcher.hear("target")
+        assert first.newer(1).fault
+        job.server.stop()
+    job.bring_up()
+    events = read_events(job.run_dir.events)
+    assert [event["text"] for event in events if event["event"] == "lost"] == ["killed by signal 9"]
+    assert [event["event"] for event in events].count("joined") == 2
+
+
+def test_a_worker_of_another_version_is_refused(make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    job = make_job()
+    worker = Worker(job.address, job.run_dir.token(), "w0", Progress)
+    job.clients.append(worker.client)
+    join = worker.client._join
+
+    def old_join() -> Any:
+        message = join()
+        message.join.version = "0"
+        return message
+
+    monkeypatch.setattr(worker.client._link, "_opening", old_join)
+    with pytest.raises(SettingsContradict, match="the same shoal"):
+        worker.client.connect()
+
+
+def test_a_coordinator_that_cannot_write_its_journal_tells_nobody_and_ends(
+    make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job()
+    worker = job.worker("w0")
+
+    def full(*_: Any) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(job.server._coordinator._journal, "record", full)
+    worker.client.leave()
+    job.server._thread.join(WAIT_S)
+    assert not job.server._thread.is_alive()
+    assert not worker.client.dismissed

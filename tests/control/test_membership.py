@@ -356,8 +356,8 @@ def test_numbers_a_worker_has_seen_are_not_used_again_even_without_a_journal() -
 class AnySequence(RuleBasedStateMachine):
     """Events in any order, settled at any time, with a restart from the journal at any time."""
 
-    @initialize(min_size=st.integers(1, 3), more=st.integers(0, 3), room=st.integers(0, 3))
-    def begin(self, min_size: int, more: int, room: int) -> None:
+    @initialize(min_size=st.integers(1, 3), more=st.integers(0, 3), room=st.integers(0, 3), begun=st.booleans())
+    def begin(self, min_size: int, more: int, room: int, begun: bool) -> None:
         target = min_size + more
         self.membership = m.found(min_size, target + room, target, Timeouts(10.0))
         self.now = 0.0
@@ -367,6 +367,11 @@ class AnySequence(RuleBasedStateMachine):
         self.became_member: list[str] = []
         self.byes: set[str] = set()
         self.count = 0
+        if begun:
+            for _ in range(target):
+                self.arrive()
+            self.settle()
+            assert len(self.published) == 1
 
     def feed(self, outcome: m.Outcome) -> None:
         self.membership, instructions = outcome
@@ -386,6 +391,13 @@ class AnySequence(RuleBasedStateMachine):
         self.feed(m.on_join(self.membership, f"w{self.count}", "here", self.now, launched=launched))
         self.count += 1
 
+    @precondition(lambda self: self.count < 12)
+    @rule()
+    def arrive(self) -> None:
+        worker_id = f"w{self.count}"
+        self.join(launched=True)
+        self.feed(m.on_ready(self.membership, worker_id))
+
     @rule(data=st.data())
     def join_again(self, data: st.DataObject) -> None:
         worker_id = self.some(data)
@@ -399,6 +411,7 @@ class AnySequence(RuleBasedStateMachine):
         assert worker is not None
         return worker.member.slot
 
+    @precondition(lambda self: self.membership.in_state(State.JOINING))
     @rule(data=st.data())
     def ready(self, data: st.DataObject) -> None:
         self.feed(m.on_ready(self.membership, self.some(data, State.JOINING)))
@@ -407,9 +420,10 @@ class AnySequence(RuleBasedStateMachine):
     def leave(self, data: st.DataObject) -> None:
         self.feed(m.on_leave(self.membership, self.some(data)))
 
+    @precondition(lambda self: self.membership.in_state(State.LEAVING))
     @rule(data=st.data(), behind=st.integers(0, 1))
     def parked(self, data: st.DataObject, behind: int) -> None:
-        worker_id = self.some(data)
+        worker_id = self.some(data, State.LEAVING)
         before = set(self.byes)
         self.feed(m.on_parked(self.membership, worker_id, self.membership.number - behind))
         if self.byes != before:
@@ -426,6 +440,12 @@ class AnySequence(RuleBasedStateMachine):
         self.feed(m.on_gone(self.membership, worker_id, clean))
         self.gone.add(worker_id)
 
+    @rule(data=st.data(), clean=st.booleans())
+    def die_and_settle(self, data: st.DataObject, clean: bool) -> None:
+        self.die(data, clean)
+        self.settle()
+
+    @precondition(lambda self: self.published)
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
         self.feed(m.on_finished(self.membership, self.some(data)))
@@ -482,5 +502,5 @@ class AnySequence(RuleBasedStateMachine):
         assert not {worker.worker_id for worker in self.membership.workers} & self.gone
 
 
-AnySequence.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+AnySequence.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 TestAnySequence = AnySequence.TestCase
