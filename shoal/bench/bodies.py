@@ -49,6 +49,7 @@ Body: TypeAlias = Callable[[Setup], Run]
 _HOMES = {
     "independent": "shoal.bench.loops:independent",
     "ddp": "shoal.bench.loops:ddp",
+    "shoal": "shoal.bench.shoal_loop:shoal",
     "memcpy": "shoal.bench.exchange:memcpy",
     "gloo_allreduce": "shoal.bench.exchange:gloo_allreduce",
 }

@@ -40,7 +40,7 @@ class _Snapshot:
     time_s: float
     busy_s: float
     stolen_s: float
-    ours_s: dict[int, float]
+    ours_s: float
 
 
 class LoadProbe:
@@ -55,8 +55,7 @@ class LoadProbe:
     def end(self) -> Load:
         before, after = self._before, _snapshot()
         wall_s = after.time_s - before.time_s
-        # Only processes that live at both ends count as ours; one that started in between began at zero.
-        ours_s = sum(cpu_s - before.ours_s.get(pid, 0.0) for pid, cpu_s in after.ours_s.items())
+        ours_s = after.ours_s - before.ours_s
         capacity_s = wall_s * (psutil.cpu_count() or 1)
         return Load(
             wall_s=wall_s,
@@ -69,14 +68,15 @@ class LoadProbe:
 def _snapshot() -> _Snapshot:
     times = psutil.cpu_times()
     busy_s = sum(getattr(times, kind, 0.0) for kind in ("user", "nice", "system", "irq", "softirq"))
-    ours_s: dict[int, float] = {}
+    ours_s = 0.0
     this = psutil.Process()
     for process in (this, *this.children(recursive=True)):
         try:
             cpu = process.cpu_times()
         except psutil.NoSuchProcess:
             continue
-        ours_s[process.pid] = cpu.user + cpu.system
+        # What ended and was waited for has left its time with its parent.
+        ours_s += cpu.user + cpu.system + cpu.children_user + cpu.children_system
     return _Snapshot(time.monotonic(), busy_s, getattr(times, "steal", 0.0), ours_s)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 from shoal import errors
 from shoal.sync.words import RECORD_BYTES
@@ -49,7 +49,7 @@ class Records:
         return bytes(self._memory[at : at + record.text_bytes])
 
     def write(self, seq: int, record: Record) -> None:
-        _FORMAT.pack_into(self._memory, (seq & 1) * 128, *astuple(record))
+        _FORMAT.pack_into(self._memory, (seq & 1) * 128, *vars(record).values())
 
     def write_text(self, committed: Record, text: bytes) -> tuple[int, int]:
         """Place a new text beside the committed one; its (place, length) for the next record."""

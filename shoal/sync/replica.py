@@ -7,8 +7,6 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -85,6 +83,8 @@ class Replica:
         self.names = names
         self.frozen = [(name, p) for name, p in parameters.items() if id(p) not in stepped]
         self.buffers = Buffers(model)
+        self._digested: tuple[list[Any], int] = ([], 0)
+        self._options_text = "[]"
 
     def options(self) -> list[dict[str, Any]]:
         """The hyperparameters of each parameter group, as far as they can be written down."""
@@ -93,12 +93,23 @@ class Replica:
             for group in self.optimizer.param_groups
         ]
 
+    def options_digest(self) -> int:
+        """Equal on workers whose hyperparameters are. Worked out anew only when one has changed."""
+        values = [value for group in self.optimizer.param_groups for key, value in group.items() if key != "params"]
+        if any(isinstance(value, torch.Tensor) for value in values):
+            values = []  # a tensor may have changed in place
+        if not values or values != self._digested[0]:
+            self._options_text = json.dumps(self.options())
+            self._digested = values, zlib.crc32(self._options_text.encode())
+        return self._digested[1]
+
     def text(self) -> bytes:
         """Hyperparameters and schedulers as they are now, for the record of the commit."""
+        self.options_digest()
         schedulers = [
             {key: _plain(value) for key, value in scheduler.state_dict().items()} for scheduler in self.schedulers
         ]
-        return json.dumps([self.options(), schedulers]).encode()
+        return f"[{self._options_text}, {json.dumps(schedulers)}]".encode()
 
     def take_text(self, text: bytes) -> None:
         """Take hyperparameters and schedulers from the record of a commit."""
@@ -111,14 +122,10 @@ class Replica:
             current = scheduler.state_dict()
             scheduler.load_state_dict({**current, **{k: _like(current.get(k), v) for k, v in saved.items()}})
 
-    def options_digest(self) -> int:
-        return zlib.crc32(repr(self.options()).encode())
-
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
     """The tensor's elements as they lie in memory, for digests."""
-    array: npt.NDArray[np.uint8] = tensor.contiguous().view(-1).view(torch.uint8).numpy()
-    return memoryview(array)
+    return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def _plain(value: Any) -> Any:

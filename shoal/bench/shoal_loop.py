@@ -1,0 +1,86 @@
+"""Shoal itself as a measured body: real workers and a real coordinator, started by the runner instead of a launcher."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch.utils.data import TensorDataset
+
+from shoal.bench.bodies import Run, Setup, Training
+from shoal.bench.loops import material, optimizer
+from shoal.control.rundir import RunDir
+from shoal.control.timeouts import Timeouts
+from shoal.errors import SettingsContradict
+from shoal.sync.memory import create
+from shoal.train.worker import Worker
+
+_WAIT_S = 60.0
+_EPOCHS = 1_000_000_000  # the runner says when it is enough
+
+
+class MeetingMemory:
+    """The host's memory without a launcher: whoever needs a piece first makes it, the others open its descriptor."""
+
+    def __init__(self, meeting: Path) -> None:
+        self._meeting = meeting
+
+    def open(self, name: str, size_bytes: int) -> int:
+        note = self._meeting / f"memory-{name}"
+        made = self._meeting / f".memory-{name}-{os.getpid()}"
+        fd = create(name, size_bytes)
+        made.write_text(f"/proc/{os.getpid()}/fd/{fd}")
+        try:
+            os.link(made, note)
+        except FileExistsError:
+            os.close(fd)
+            fd = os.open(note.read_text(), os.O_RDWR | os.O_CLOEXEC)
+        return fd
+
+
+def shoal(setup: Setup) -> Run:
+    """The loop of a user's script: batches, forward, step."""
+    if not isinstance(setup.work, Training):
+        raise SettingsContradict(f"body {setup.body!r} trains; it was given {setup.work}")
+    torch.set_num_threads(setup.threads)
+    made = material(setup.work, setup.rank)
+    worker = join(setup)
+    worker.attach(made.model, optimizer(setup.work.optimizer, made.model.parameters()))
+    size = setup.work.batch * setup.n_workers
+    batches = worker.batches(TensorDataset(torch.zeros(size * 1000)), batch_size=setup.work.batch, epochs=_EPOCHS)
+
+    def run(steps: int) -> None:
+        for _ in range(steps):
+            next(batches)
+            worker.step(made.loss(made.model(made.inputs), made.targets))
+
+    return run
+
+
+def join(setup: Setup) -> Worker:
+    """This process as a worker of the group's job; rank 0 starts the coordinator."""
+    meeting = Path(setup.meeting_dir)
+    run = meeting / "run"
+    if setup.rank == 0:
+        RunDir.create(run, {})
+        count = str(setup.n_workers)
+        command = [sys.executable, "-m", "shoal.control.coordinator", "--dir", str(run)]
+        coordinator = subprocess.Popen([*command, "--min", count, "--max", count, "--target", count])
+        atexit.register(coordinator.kill)
+    deadline_s = time.monotonic() + _WAIT_S
+    while not (run / "address").exists():
+        if time.monotonic() > deadline_s:
+            raise SettingsContradict(f"the coordinator did not start within {_WAIT_S:g} s")
+        time.sleep(0.01)
+    run_dir = RunDir.open(run)
+    address = run_dir.address()
+    assert address is not None
+    return Worker(
+        f"w{setup.rank}", socket.gethostname(), run_dir, address, MeetingMemory(meeting), Timeouts(30.0), None
+    )  # fmt: skip
