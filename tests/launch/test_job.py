@@ -256,6 +256,7 @@ def test_signal_while_torch_still_loads_ends_the_job(tmp_path):
         family = run.family()
         run.process.send_signal(signal.SIGTERM)
         assert run.wait() == 143
+        assert "Traceback" not in "".join(run.err)
         until(lambda: ended(family))
 
 
