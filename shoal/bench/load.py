@@ -82,8 +82,10 @@ def _snapshot() -> _Snapshot:
 
 def load_doubts(loads: Sequence[Load]) -> list[str]:
     """Whether the machine was ours alone while it was measured; empty when it was."""
+    doubts: list[str] = []
+    if not loads:
+        return doubts
     wall_s = sum(load.wall_s for load in loads)
-    doubts = []
     for what, shares in (
         ("other processes took", [load.other_cpu_share for load in loads]),
         ("the hypervisor took", [load.stolen_cpu_share for load in loads]),

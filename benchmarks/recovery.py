@@ -1,0 +1,278 @@
+"""What it costs when a worker is killed, and when one joins: three workers of the tiny model on one machine.
+
+    python -m benchmarks.recovery --systems torchrun --settings tuned --repetitions 3 --json out.json
+
+A trial kills the youngest worker (kill -9, with everything it started) and waits until the survivors step again; then
+it starts a new one and waits until the newcomer and the others step together. Times come from what the workers write
+down, on one clock; that this program looks at the files only now and then adds nothing to them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import torchrun_loop
+from shoal.bench import results
+from shoal.bench.load import LoadProbe, load_doubts, this_machine
+from shoal.bench.recovery import (
+    Recovery,
+    StepDone,
+    Trial,
+    all_stepped_at,
+    longest_gap_s,
+    restarted,
+    typical,
+)
+from shoal.metrics import read_events
+
+N_WORKERS = 3
+PACE_S = 0.01
+_LOOK_S = 0.05
+_LIFETIME_S = 900.0
+_FILE_WIDTH = 140
+_TAIL_CHARACTERS = 1000
+
+
+@dataclass(frozen=True)
+class TorchrunSettings:
+    flags: tuple[str, ...]
+    rendezvous: Mapping[str, int]
+
+
+# `tuned` is as short as the agent takes without calling a living node dead: its intervals are whole seconds.
+TORCHRUN_SETTINGS = {
+    "default": TorchrunSettings(flags=(), rendezvous={}),
+    "tuned": TorchrunSettings(
+        flags=("--monitor-interval=0.1",),
+        rendezvous={"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 2, "join_timeout": 60},
+    ),
+}
+
+
+class TorchrunNodes:
+    """Agents of torchrun, each with one worker, as if each were a node of its own.
+
+    The first one holds the rendezvous; without it no other recovers.
+    """
+
+    def __init__(self, directory: Path, settings: TorchrunSettings) -> None:
+        self._directory = directory
+        self._settings = settings
+        self._agents: dict[str, subprocess.Popen[bytes]] = {}
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._port = probe.getsockname()[1]
+
+    def start(self, node: str) -> None:
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            torchrun_loop.LOG_DIR: str(self._directory),
+            torchrun_loop.NODE: node,
+            torchrun_loop.PACE_S: str(PACE_S),
+            torchrun_loop.END_S: str(time.monotonic() + _LIFETIME_S),
+        }
+        # Said, not left to chance: by default whichever agent binds the port first is the host.
+        rendezvous = {**self._settings.rendezvous, "is_host": int(not self._agents)}
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run"),
+            *("--nnodes=1:4", "--nproc-per-node=1", "--max-restarts=100", "--local-addr=127.0.0.1"),
+            *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self._port}", "--rdzv-id=recovery"),
+            f"--rdzv-conf={','.join(f'{key}={value}' for key, value in rendezvous.items())}",
+            *self._settings.flags,
+            *("-m", "benchmarks.torchrun_loop"),
+        ]
+        with (self._directory / f"{node}.err").open("ab") as sink:
+            self._agents[node] = subprocess.Popen(command, env=environment, stdout=sink, stderr=sink)
+
+    def kill(self, node: str) -> float:
+        """kill -9 of the agent and all below it; returns when that was, by the shared clock."""
+        agent = self._agents.pop(node)
+        doomed = [agent.pid, *(child.pid for child in psutil.Process(agent.pid).children(recursive=True))]
+        killed_s = time.monotonic()
+        for pid in doomed:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:  # went with its parent
+                pass
+        agent.wait()
+        return killed_s
+
+    def steps(self) -> list[StepDone]:
+        events = [event for log in self._directory.glob("*.jsonl") for event in read_events(log)]
+        done = [StepDone(e["time"], e["worker"], e["pid"], e["group_size"]) for e in events if e["event"] == "step"]
+        return sorted(done, key=lambda step: step.time_s)
+
+    def ended(self) -> str | None:
+        """Which agent gave up, and its last words; None while all live that should."""
+        for node, agent in self._agents.items():
+            if agent.poll() is not None:
+                said = (self._directory / f"{node}.err").read_text(errors="replace").strip()[-_TAIL_CHARACTERS:]
+                return f"the agent of {node} ended with {agent.returncode}; it said: {said}"
+        return None
+
+    def stop(self) -> None:
+        for node in list(self._agents):
+            if self._agents[node].poll() is None:
+                self.kill(node)
+
+
+class DidNotHappen(Exception):
+    """Something a trial waits for did not come; what, in words."""
+
+
+def torchrun_trial(settings: TorchrunSettings, timeout_s: float) -> Trial:
+    workers = [f"node{index}" for index in range(N_WORKERS)]
+    *survivors, victim = workers
+    newcomer = f"node{N_WORKERS}"
+    kill_to_step_s = join_to_step_s = stall_s = None
+    was_restarted, failure = False, None
+    probe = LoadProbe()
+    with tempfile.TemporaryDirectory(prefix="recovery-") as directory:
+        nodes = TorchrunNodes(Path(directory), settings)
+
+        def stepped(what: str, who: Collection[str], group_size: int, after_s: float) -> float:
+            deadline_s = time.monotonic() + timeout_s
+            while time.monotonic() < deadline_s:
+                if (found := all_stepped_at(nodes.steps(), who, group_size, after_s)) is not None:
+                    return found
+                if (gone := nodes.ended()) is not None:
+                    raise DidNotHappen(f"{what}: {gone}")
+                time.sleep(_LOOK_S)
+            raise DidNotHappen(f"{what}: not within {timeout_s:.0f} s")
+
+        try:
+            for worker in workers:
+                nodes.start(worker)
+            begin_s = stepped("the first step of all", workers, N_WORKERS, 0.0)
+            # A second of steps between changes: when the first step is done, agents are still busy with the last one.
+            stepped("steps before the kill", workers, N_WORKERS, begin_s + 1.0)
+            before = nodes.steps()
+            killed_s = nodes.kill(victim)
+            resumed_s = stepped("steps after the kill", survivors, N_WORKERS - 1, killed_s)
+            kill_to_step_s = resumed_s - killed_s
+            after_kill = [step for step in nodes.steps() if step.time_s > killed_s]
+            was_restarted = restarted([*_last_of_each(before), *after_kill], survivors)
+            stepped("steps before the join", survivors, N_WORKERS - 1, resumed_s + 1.0)
+            joined_s = time.monotonic()
+            nodes.start(newcomer)
+            end_s = stepped("steps after the join", [*survivors, newcomer], N_WORKERS, joined_s)
+            first_s = stepped("the newcomer's step", [newcomer], N_WORKERS, joined_s)
+            join_to_step_s = first_s - joined_s
+            stall_s = longest_gap_s(nodes.steps(), survivors, joined_s, end_s)
+        except DidNotHappen as missing:
+            failure = str(missing)
+        finally:
+            load = probe.end()
+            nodes.stop()
+    return Trial(kill_to_step_s, join_to_step_s, stall_s, was_restarted, load, failure)
+
+
+def _last_of_each(steps: Sequence[StepDone]) -> list[StepDone]:
+    return list({step.worker: step for step in steps}.values())
+
+
+def measure_torchrun(settings: str, repetitions: int, timeout_s: float) -> Recovery:
+    trials = tuple(torchrun_trial(TORCHRUN_SETTINGS[settings], timeout_s) for _ in range(repetitions))
+    return Recovery("torchrun, node lost", settings, trials)
+
+
+def measure_torchft(settings: str, repetitions: int, timeout_s: float) -> Recovery:
+    if importlib.util.find_spec("torchft") is None:
+        return Recovery("torchft", settings, (), skipped="torchft is not installed here")
+    return Recovery("torchft", settings, (), skipped="torchft is installed, but no trial is written for it")
+
+
+def measure_shoal(settings: str, repetitions: int, timeout_s: float) -> Recovery:
+    """The same trial on `shoal run`: kill the youngest worker, then scale back up."""
+    return Recovery("shoal", settings, (), skipped="no trial is written for it")
+
+
+SYSTEMS: Mapping[str, Callable[[str, int, float], Recovery]] = {
+    "torchrun": measure_torchrun,
+    "torchft": measure_torchft,
+    "shoal": measure_shoal,
+}
+
+
+def table(found: Sequence[Recovery]) -> Table:
+    shown = Table(title=f"{N_WORKERS} workers, seconds: median (worst) of what happened")
+    for column in (
+        "system",
+        "settings",
+        "kill → next step",
+        "restarted?",
+        "join → first step",
+        "others stall",
+        "failed",
+    ):
+        shown.add_column(column)
+    for one in found:
+        if one.skipped is not None:
+            shown.add_row(one.system, one.settings, f"skipped: {one.skipped}")
+            continue
+        shown.add_row(
+            one.system,
+            one.settings,
+            _cell([trial.kill_to_step_s for trial in one.trials]),
+            "yes" if any(trial.survivors_restarted for trial in one.trials) else "no",
+            _cell([trial.join_to_step_s for trial in one.trials]),
+            _cell([trial.stall_s for trial in one.trials]),
+            f"{sum(trial.failure is not None for trial in one.trials)} of {len(one.trials)}",
+        )
+    return shown
+
+
+def _cell(values: Sequence[float | None]) -> str:
+    found = typical(values)
+    return "never" if found is None else f"{found.median_s:.2f} ({found.worst_s:.2f})"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=tuple(SYSTEMS))
+    parser.add_argument("--settings", nargs="+", choices=TORCHRUN_SETTINGS, default=("tuned",))
+    parser.add_argument("--repetitions", type=int, default=2)
+    parser.add_argument("--timeout-s", type=float, default=180.0, help="for each thing a trial waits for")
+    parser.add_argument("--json", type=Path)
+    chosen = parser.parse_args(arguments)
+    console = Console(width=None if sys.stdout.isatty() else _FILE_WIDTH)
+    found = [
+        SYSTEMS[system](settings, chosen.repetitions, chosen.timeout_s)
+        for system in chosen.systems
+        for settings in chosen.settings
+    ]
+    console.print(table(found))
+    for one in found:
+        for failure in (trial.failure for trial in one.trials if trial.failure is not None):
+            console.print(f"[yellow]? {one.system}, {one.settings}: {failure}", highlight=False, soft_wrap=True)
+        for doubt in load_doubts([trial.load for trial in one.trials]):
+            console.print(f"[yellow]? {one.system}, {one.settings}: {doubt}", highlight=False, soft_wrap=True)
+    if chosen.json is not None:
+        document = {
+            "command": sys.argv,
+            "machine": results.as_json(this_machine()),
+            "recovery": [results.as_json(one) for one in found],
+        }
+        results.write_json(chosen.json, document)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
