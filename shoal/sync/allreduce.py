@@ -71,7 +71,7 @@ class AllReduce(Sync):
         lanes = [self._arena.lane(slot) for slot in group.slots]
         self._slice = Slice(self._arena, self._replica.optimizer, lanes, group.rank, group.size)
         if group.seq:
-            self._show(group)
+            self._show(group.seq)
             self._load_buffers(group.seq)
 
     def found(self, group: Group) -> None:
@@ -127,12 +127,17 @@ class AllReduce(Sync):
         self._store_buffers(seq)
 
     def settle(self, group: Group) -> None:
-        self._show(group)
+        self._show(group.seq)
         if group.rank != 0:
             self._load_buffers(group.seq)
 
-    def digest(self, group: Group) -> str:
-        parity = group.seq & 1
+    def look(self, seq: int) -> None:
+        self._show(seq)
+        self.open_edit()
+        self._load_buffers(seq)
+
+    def digest(self, seq: int) -> str:
+        parity = seq & 1
         total = hashlib.blake2b(digest_size=8)
         for parameter in self._all_parameters():
             total.update(raw_bytes(parameter.detach()))
@@ -147,10 +152,10 @@ class AllReduce(Sync):
     def _all_parameters(self) -> list[nn.Parameter]:
         return [*self._parameters, *(parameter for _, parameter in self._replica.frozen)]
 
-    def _show(self, group: Group) -> None:
-        for parameter, view in zip(self._parameters, self._views[group.seq & 1], strict=True):
+    def _show(self, seq: int) -> None:
+        for parameter, view in zip(self._parameters, self._views[seq & 1], strict=True):
             parameter.data = view
-        place = int(self._arena.frozen_place[group.seq & 1][0])
+        place = int(self._arena.frozen_place[seq & 1][0])
         if place != self._frozen_shown:
             self._frozen_shown = place
             for (_, parameter), view in zip(

@@ -52,7 +52,10 @@ class Independent(Sync):
             torch.nn.utils.clip_grad_norm_(self._replica.model.parameters(), verdict.clip_norm)
         self._replica.optimizer.step()
 
-    def digest(self, group: Group) -> str:
+    def look(self, seq: int) -> None:
+        pass
+
+    def digest(self, seq: int) -> str:
         total = hashlib.blake2b(digest_size=8)
         for parameter in self._replica.model.parameters():
             total.update(raw_bytes(parameter.detach()))

@@ -65,5 +65,10 @@ class Sync(ABC):
         """Commit `group.seq` has happened: the model is its state."""
 
     @abstractmethod
-    def digest(self, group: Group) -> str:
-        """A digest of everything that is committed, equal on workers that agree."""
+    def look(self, seq: int) -> None:
+        """Take a private copy of the state of commit `seq`, without being in a group. It is whole only if no newer
+        commit has happened by the time this returns."""
+
+    @abstractmethod
+    def digest(self, seq: int) -> str:
+        """A digest of the state of commit `seq`, which this worker's model is; equal on workers that agree."""

@@ -31,7 +31,7 @@ class PlannedFailure(RuntimeError):
 class Fault:
     action: Action
     worker_id: str | None  # None: whoever is rank 0 then
-    step: int | None  # the step being attempted; None: the first time the point is passed
+    step: int | None  # the first attempt at this step, or at a later one if the worker comes later; None: at any step
     during: str
     count: int = 1  # of workers, for a join
 
@@ -121,7 +121,7 @@ class _Armed:
     def at(self, point: str) -> None:
         step = self._worker.steps + 1
         for fault in self._pending:
-            if fault.during == point and fault.step in (step, None) and (fault.worker_id or self._worker.rank == 0):
+            if fault.during == point and step >= (fault.step or 0) and (fault.worker_id or self._worker.rank == 0):
                 self._pending.remove(fault)
                 self._act(fault, step)
                 return

@@ -102,6 +102,7 @@ class Worker:
         self._records = Records(self._words.record)
         self._group: Group | None = None
         self._record = Record()
+        self._seq = 0  # of the commit this worker's model is
         self._stepper: Stepper | None = None
         self._attempt: Attempt | None = None
         self._current: Batch | None = None
@@ -364,13 +365,17 @@ class Worker:
 
     def _passed(self, pass_: Pass) -> bool:
         """Whether the job has finished this pass already; a worker that is not in yet looks without joining."""
-        if self._group is None:
-            while commit := self._words.commit:
-                self._record = self._records.read(commit & 0xFFFFFFFF)
-                if self._words.commit == commit:
-                    break
-        size = self._group.size if self._group else max(1, self._record.size)
-        return ledger.complete(pass_, self._cursor(pass_), size)
+        if self._group is not None:
+            return ledger.complete(pass_, self._cursor(pass_), self._group.size)
+        while commit := self._words.commit:
+            self._seq = commit & 0xFFFFFFFF
+            self._record = self._records.read(self._seq)
+            passed = ledger.complete(pass_, self._cursor(pass_), max(1, self._record.size))
+            if passed:  # the script goes on without this pass, and must not go on with the model as it built it
+                self._sync.look(self._seq)
+            if self._words.commit == commit:
+                return passed
+        return False
 
     def _become_member(self, pass_: Pass) -> None:
         fault_point("join")
@@ -458,9 +463,10 @@ class Worker:
     def finish(self) -> None:
         """The script's main returned: leave for good, and tell what the state is."""
         group, record = self._group, self._record
-        digest = self._sync.digest(group) if group is not None else ""
+        seq = group.seq if group else self._seq
+        digest = self._sync.digest(seq) if seq else ""
         report = {"loss": record.loss, "samples": record.samples, "skipped": record.skipped}
-        self._client.finished(digest, record.step, group.seq if group else 0, report)
+        self._client.finished(digest, record.step, seq, report)
         self._parking.leave(group.generation.number if group else 0)
 
     def fail(self, problem: Exception) -> None:
@@ -503,11 +509,16 @@ def _run_launched(main: Callable[[Worker], None]) -> None:
     env = os.environ
     channel = socket.socket(fileno=os.dup(int(env["SHOAL_CHANNEL_FD"])))
     channel.set_inheritable(False)
-    timeouts = Timeouts(float(env["SHOAL_BUDGET_S"]))
+    placement = Placement(int(env.get("SHOAL_THREADS", "0")), env.get("SHOAL_PIN", "1") == "1")
     worker = Worker(
-        env["SHOAL_WORKER_ID"], env["SHOAL_HOST"], RunDir.open(env["SHOAL_DIR"]), env["SHOAL_ADDRESS"], Channel(channel),
-        timeouts, Placement(int(env.get("SHOAL_THREADS", "0")), env.get("SHOAL_PIN", "1") == "1"),
-    )  # fmt: skip
+        env["SHOAL_WORKER_ID"],
+        env["SHOAL_HOST"],
+        RunDir.open(env["SHOAL_DIR"]),
+        env["SHOAL_ADDRESS"],
+        Channel(channel),
+        Timeouts(float(env["SHOAL_BUDGET_S"])),
+        placement,
+    )
     _live(worker, main)
 
 

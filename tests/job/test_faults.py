@@ -1,0 +1,89 @@
+"""Workers die for real, at every named point of a step, and nothing shows in the result."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from shoal.metrics import POINTS
+from shoal.testing import FaultPlan, JobResult, LocalJob
+from tests.job import training
+from tests.job.training import Case
+
+SCRIPT = Path(training.__file__)
+MANY = ("--restarts", "100000", "--quiet")
+
+
+def run(case: Case, tmp_path: Path, plan: FaultPlan, workers: int | str, timeout_s: float = 240.0) -> JobResult:
+    Path(case.out).mkdir(exist_ok=True)
+    job = LocalJob(SCRIPT, case.args(), workers=workers, directory=tmp_path / "run", plan=plan, options=MANY)
+    return job.run(timeout_s)
+
+
+def check(case: Case, result: JobResult, tolerance: float = 1e-10) -> None:
+    """Whoever was left ended with the same bits, every sample was used once, and the state is the undisturbed one."""
+    assert result.exit_code == 0, result.output
+    assert result.audit.clean, str(result.audit)
+    assert len(set(result.digests.values())) == 1, result.digests
+    state, losses = training.reference(case)
+    assert result.steps == len(losses)
+    found = training.results(case)
+    assert found
+    for worker_id, one in found.items():
+        for name, value in state.items():
+            assert torch.allclose(one["state"][name], value, rtol=0, atol=tolerance), (worker_id, name)
+        for step, loss in one["losses"].items():
+            assert loss == pytest.approx(losses[step - 1], abs=tolerance), (worker_id, step)
+
+
+def survivors_kept_their_processes(result: JobResult, killed: set[str]) -> bool:
+    return {event["worker_id"] for event in result.of("lost")} == killed
+
+
+def test_a_worker_killed_at_each_named_point_leaves_the_result_of_an_undisturbed_run(tmp_path: Path) -> None:
+    plan, victim, killed = FaultPlan(), 1, set()
+    for index, point in enumerate(POINTS):
+        # Three workers: w1 dies, its replacement is w3, that one's w4 and so on. `join` and `park` are passed once.
+        step = None if point in ("join", "park") else 3 + 4 * index
+        plan = plan.kill(f"w{victim}", step=step, during=point)
+        killed.add(f"w{victim}")
+        victim = victim + 2 if victim == 1 else victim + 1
+    case = Case(str(tmp_path / "out"), epochs=40)
+    result = run(case, tmp_path, plan, workers=3)
+    check(case, result)
+    assert {fault["during"] for fault in result.faults} == set(POINTS)
+    assert survivors_kept_their_processes(result, killed)
+
+
+@pytest.mark.parametrize("point", ["reduce", "before_commit"])
+def test_the_senior_worker_of_two_dies_and_the_other_goes_on_alone(tmp_path: Path, point: str) -> None:
+    case = Case(str(tmp_path / "out"), optimizer="sgd", batchnorm=False)
+    result = run(case, tmp_path, FaultPlan().kill("w0", step=7, during=point), workers=2)
+    check(case, result)
+    assert survivors_kept_their_processes(result, {"w0"})
+
+
+def test_two_workers_die_in_the_same_step(tmp_path: Path) -> None:
+    case = Case(str(tmp_path / "out"))
+    plan = FaultPlan().kill("w0", step=9, during="optimizer").kill("w2", step=9, during="after_done")
+    result = run(case, tmp_path, plan, workers=3)
+    check(case, result)
+
+
+def test_workers_join_and_leave_at_step_boundaries_and_no_step_is_redone(tmp_path: Path) -> None:
+    case = Case(str(tmp_path / "out"), epochs=60)
+    result = run(case, tmp_path, FaultPlan().join(at_step=20, count=2).leave("w0", step=60), workers=2)
+    check(case, result)
+    assert result.audit.redone == 0
+    assert not result.of("lost")
+    assert len(result.digests) >= 3
+
+
+@pytest.mark.parametrize(("workers", "loaders"), [(2, 2), (3, 0)])
+def test_a_seeded_sweep_of_random_kills(tmp_path: Path, workers: int, loaders: int) -> None:
+    case = Case(str(tmp_path / "out"), epochs=30, loader_workers=loaders)
+    result = run(case, tmp_path, FaultPlan().chaos(seed=workers, rate=0.01, limit=15), workers=workers)
+    check(case, result)
+    assert len(result.of("lost")) >= 8
