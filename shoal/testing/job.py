@@ -122,7 +122,7 @@ class LocalJob:
 
     def signal(self, worker_id: str, signum: int = signal.SIGKILL) -> None:
         """Send a worker a signal from outside, at whatever instruction it is."""
-        pid = next(worker["pid"] for worker in self.status()["workers"] if worker["worker_id"] == worker_id)
+        pid = next(worker["pid"] for worker in self.status()["members"] if worker["worker_id"] == worker_id)
         os.kill(pid, signum)
 
     def _result(self, output: str) -> JobResult:

@@ -1,0 +1,37 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Each makes its own virtual environment.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test check sweep bench clean
+
+demo: $(STAMP)
+	$(BIN)/python examples/demo.py
+
+test: $(STAMP)
+	scripts/check
+	$(BIN)/python -m pytest -m "not slow"
+
+check: $(STAMP)
+	scripts/check
+
+# The long tiers: 200 random kills, deeper bounds of the protocol's model.
+sweep: $(STAMP)
+	$(BIN)/python -m pytest -m slow --timeout 1800
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks.core
+	$(BIN)/python -m benchmarks.recovery
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	@echo "installing torch (the largest part, a minute or two) …"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0
+	@echo "installing shoal and its tools …"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools wheel
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[dev]"
+	@touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) build *.egg-info
