@@ -16,7 +16,7 @@ the trace of a `Violation` is a shortest one. What is checked, and where:
 
 What keeps the graph small:
 
-- A worker learns of a generation when it next looks, not when the message arrives: a look returns any generation between
+- A worker learns of a generation when it next looks, not when the message arrives: a look returns any one between
   the one it saw last and the newest. The same holds for deaths: a publication takes any subset of what is waiting.
 - A wait looks at all of its words at once: each of them, once right, stays right until the waiter has gone on.
   `each_read` takes that away and makes every read its own step.

@@ -32,23 +32,23 @@ BOUNDS = {
     "leave and join in its slot": (Scenario(leaves=1, joins=1), 40_000),
     "leave and crash": (Scenario(commits=1, leaves=1, crashes=1), 150_000),
     "join and crash": (Scenario(members=2, joins=1, crashes=1), 70_000),
-    "join in the slot of a crash": (Scenario(commits=1, joins=1, crashes=1), 100_000),
-    "pause until a join": (Scenario(members=2, min_members=2, joins=1, crashes=1), 60_000),
+    "join in the slot of a crash": (Scenario(commits=1, joins=1, crashes=1), 105_000),
+    "pause until a join": (Scenario(members=2, min_members=2, joins=1, crashes=1), 65_000),
 }
 
 DEEP = {
-    "crash and crash, three commits": (Scenario(commits=3, crashes=2), 180_000),
-    "crash and crash, every read a step": (Scenario(crashes=2, each_read=True), 300_000),
+    "crash and crash, three commits": (Scenario(commits=3, crashes=2), 195_000),
+    "crash and crash, every read a step": (Scenario(crashes=2, each_read=True), 200_000),
     "leave and leave": (Scenario(leaves=2), 140_000),
     "leave and crash, two commits": (Scenario(leaves=1, crashes=1), 340_000),
-    "leave and crash, every read a step": (Scenario(commits=1, leaves=1, crashes=1, each_read=True), 500_000),
+    "leave and crash, every read a step": (Scenario(commits=1, leaves=1, crashes=1, each_read=True), 360_000),
     "join in the slot of a crash, two commits": (Scenario(joins=1, crashes=1), 230_000),
     "join in the slot of a crash, every read a step": (
         Scenario(commits=1, joins=1, crashes=1, each_read=True),
-        300_000,
+        590_000,
     ),
-    "pause of three until a join": (Scenario(min_members=3, joins=1, crashes=1), 100_000),
-    "leave, join, crash and crash": (Scenario(commits=1, members=2, leaves=1, joins=1, crashes=2), 100_000),
+    "pause of three until a join": (Scenario(min_members=3, joins=1, crashes=1), 120_000),
+    "leave, join, crash and crash": (Scenario(commits=1, members=2, leaves=1, joins=1, crashes=2), 3_400_000),
 }
 
 
