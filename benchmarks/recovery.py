@@ -52,16 +52,19 @@ _TAIL_CHARACTERS = 1000
 class TorchrunSettings:
     flags: tuple[str, ...]
     rendezvous: Mapping[str, int]
+    environment: Mapping[str, str]
 
 
-# `tuned` is as short as the agents bear. Intervals are whole seconds, and a beat that comes a little early is left out,
-# so beats are up to two intervals apart: with two attempts a newcomer found everybody dead and trained alone. With one
-# second of last call on a busy machine the round closed without agents that were still stopping their workers.
+# `tuned` is as short as the agents bear. Intervals are whole seconds; with two attempts instead of three a newcomer was
+# seen to take the living for dead and to train alone. And with the agents' shared store, which is the default, a newcomer
+# waits for an address that rank 0 writes in its first round only (`next_rendezvous`, torch 2.13): every join failed. So
+# `tuned` shares no store, and `default` is expected to fail to let anybody join.
 TORCHRUN_SETTINGS = {
-    "default": TorchrunSettings(flags=(), rendezvous={}),
+    "default": TorchrunSettings(flags=(), rendezvous={}, environment={}),
     "tuned": TorchrunSettings(
         flags=("--monitor-interval=0.1",),
-        rendezvous={"last_call_timeout": 3, "keep_alive_interval": 1, "keep_alive_max_attempt": 3, "join_timeout": 60},
+        rendezvous={"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 3, "join_timeout": 60},
+        environment={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
     ),
 }
 
@@ -83,6 +86,7 @@ class TorchrunNodes:
     def start(self, node: str) -> None:
         environment = {
             **os.environ,
+            **self._settings.environment,
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
             torchrun_loop.LOG_DIR: str(self._directory),
