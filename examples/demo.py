@@ -1,10 +1,11 @@
 """Two workers train, one is killed, two join: what that cost, beside a run that nobody disturbed.
 
-    make demo
+make demo
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import sys
@@ -84,7 +85,7 @@ def table(outcome: Outcome) -> Table:
 def stall_s(steps: list[tuple[float, int]], at_s: float) -> float:
     """How much longer than a usual step the gap between two commits around this moment was."""
     times = [time_s for time_s, _ in steps]
-    gaps = [(before, after) for before, after in zip(times, times[1:], strict=False)]
+    gaps = list(itertools.pairwise(times))
     usual_s = statistics.median(after - before for before, after in gaps)
     around = [after - before for before, after in gaps if after >= at_s][:3]
     return max(around, default=0.0) - usual_s

@@ -127,6 +127,10 @@ def run(
         int | None,
         typer.Option(help="Failed workers within a minute before the job gives up; 10, or 3 for each worker."),
     ] = None,
+    backoff: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", help="The pause before replacing a worker that died young; doubles each time."),
+    ] = Relaunch.first_delay_s,
     memory: Annotated[
         str | None,
         typer.Option(metavar="BYTES", help="A cap on shared memory, as 2G; what the machine has if left out."),
@@ -147,6 +151,9 @@ def run(
         raise errors.SettingsContradict(f"--threads {threads} is below 1; leave it out to divide the cores")
     memory_bytes = parse_bytes(memory) if memory is not None else None
     budget = restarts if restarts is not None else default_restarts(size.target)
+    if backoff < 0:
+        raise errors.SettingsContradict(f"--backoff {backoff:g} is below 0; 0 replaces a dead worker at once")
+    relaunch = Relaunch(budget, first_delay_s=backoff)
     check_script(script)
     script = script.absolute()
     settings = {
@@ -158,6 +165,7 @@ def run(
         "budget_s": budget_s,
         "on_error": on_error.value,
         "restarts": budget,
+        "backoff_s": backoff,
         "memory_bytes": memory_bytes,
         "threads": threads,
         "pin": pin,
@@ -174,7 +182,7 @@ def run(
     env = {"SHOAL_THREADS": str(threads or 0), "SHOAL_PIN": str(int(pin))}
     if "SHOAL_FAULTS" in os.environ:
         env["SHOAL_FAULTS"] = os.path.abspath(os.environ["SHOAL_FAULTS"])
-    return _run_job(run_dir, size, timeouts, Relaunch(budget), on_error, env, Screen(quiet), make_launcher)
+    return _run_job(run_dir, size, timeouts, relaunch, on_error, env, Screen(quiet), make_launcher)
 
 
 def _run_job(

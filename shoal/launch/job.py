@@ -329,6 +329,8 @@ class Job:
                 self._start_after(decision.delay_s)
             elif isinstance(decision, GiveUp):
                 reason = f"{decision.reason}; the last was {exit.worker_id} ({exit}), logs are in {self._run_dir.logs}"
+                if exit.signal == signal.SIGSEGV:
+                    reason += "; parameters are read-only between steps: write to them inside `with worker.edit()`"
                 return self._end(Ending(error=errors.RestartBudgetSpent(reason)), self._timeouts.budget_s)
         if self._live or self._starting or self._delayed:
             return

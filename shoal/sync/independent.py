@@ -21,8 +21,11 @@ class Independent(Sync):
     def bind(self, replica: Replica, memory: HostMemory, words: Words, slot: int) -> None:
         self._replica = replica
         self._verdict: Verdict | None = None
+        self._attempted = 0
 
     def enter(self, group: Group) -> None:
+        if group.seq >= self._attempted:  # the generation ended before this worker knew, but the step was committed
+            self.settle(group)
         self._verdict = None
 
     def found(self, group: Group) -> None:
@@ -35,7 +38,7 @@ class Independent(Sync):
         return 1.0
 
     def prepare(self, group: Group, verdict: Verdict) -> float | None:
-        self._verdict = verdict
+        self._verdict, self._attempted = verdict, group.seq + 1
         return None
 
     def open_edit(self) -> None:

@@ -10,8 +10,9 @@ import json
 import os
 import random
 import signal
+import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -20,7 +21,7 @@ from shoal import errors, metrics
 if TYPE_CHECKING:
     from shoal.train.worker import Worker
 
-Action = Literal["kill", "stop", "fail", "leave", "join"]
+Action = Literal["kill", "stop", "slow", "fail", "leave", "join"]
 
 
 class PlannedFailure(RuntimeError):
@@ -34,6 +35,7 @@ class Fault:
     step: int | None  # the first attempt at this step, or at a later one if the worker comes later; None: at any step
     during: str
     count: int = 1  # of workers, for a join
+    seconds: float = 0.0  # for a slow one
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,10 @@ class FaultPlan:
     def stop(self, worker_id: str, step: int | None = None, during: str = "forward") -> FaultPlan:
         """SIGSTOP: the worker is there and does nothing."""
         return self._with(Fault("stop", worker_id, step, during))
+
+    def slow(self, worker_id: str, step: int | None = None, during: str = "forward", seconds: float = 1.0) -> FaultPlan:
+        """The worker takes that much longer; it is not dead, and must not be taken for it."""
+        return self._with(Fault("slow", worker_id, step, during, seconds=seconds))
 
     def fail(self, worker_id: str, step: int | None = None, during: str = "forward") -> FaultPlan:
         """An exception in the user's code."""
@@ -134,12 +140,14 @@ class _Armed:
 
     def _act(self, fault: Fault, step: int) -> None:
         who = None if fault.action == "join" else self._worker.id
-        happened = Fault(fault.action, who, step, fault.during, fault.count)
+        happened = replace(fault, worker_id=who, step=step)
         fd = os.open(self._record, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.write(fd, (json.dumps(asdict(happened)) + "\n").encode())
         os.close(fd)
         if fault.action == "join":
             self._worker.scale(fault.count, relative=True)
+        elif fault.action == "slow":
+            time.sleep(fault.seconds)
         elif fault.action == "fail":
             raise PlannedFailure(f"planned failure of {self._worker.id} in step {step} during {fault.during}")
         else:

@@ -85,6 +85,7 @@ class Stepper:
     def __init__(self, sync: Sync, replica: Replica, records: Records, audit: AuditWriter, policy: Policy) -> None:
         self._sync, self._replica, self._records, self._audit, self._policy = sync, replica, records, audit, policy
         self._text = b""
+        self.pending: StepReport | None = None
         self.is_mean = policy.loss == "mean"
 
     def gradients(self, loss: torch.Tensor, attempt: Attempt, samples: int) -> None:
@@ -97,7 +98,9 @@ class Stepper:
         self, group: Group, record: Record, cursor: Cursor, pass_: Pass, attempt: Attempt
     ) -> tuple[StepReport | None, bool]:
         """Commit the step this worker's gradients belong to. None: somebody's edit was committed instead, and the step
-        comes again. True: all members now enter a newer generation. Changed: nothing was committed."""
+        comes again. True: all members now enter a newer generation. Changed: this worker does not know; if `pending`
+        is set, what is committed in the next generation says whether it was this."""
+        self.pending = None
         fault_point("lane")
         self._post(group, TRAIN, attempt)
         group.ready()
@@ -112,9 +115,7 @@ class Stepper:
         if group.rank == 0:
             self._write_record(group, record, after, tally)
         self._write_audit(group, pass_, attempt, skipped=not tally.finite)
-        planned = group.commit()
-        self._sync.settle(group)
-        report = StepReport(
+        self.pending = report = StepReport(
             step=after.step,
             epoch=attempt.batch.epoch,
             loss=tally.loss,
@@ -127,6 +128,9 @@ class Stepper:
             gradient_norm=norm,
             duration_s=time.perf_counter() - attempt.began_s,
         )
+        planned = group.commit()
+        self.pending = None
+        self._sync.settle(group)
         return report, planned
 
     def edit(self, group: Group, record: Record) -> bool:

@@ -245,8 +245,7 @@ class Worker:
                 return False
             return self._exchange(group, attempt)
         except Changed:
-            self._reconfigure(redone=True)
-            return False
+            return self._resume(group)
 
     @contextlib.contextmanager
     def edit(self) -> Iterator[None]:
@@ -260,15 +259,20 @@ class Worker:
         yield
         edited = [(parameter, parameter.data) for parameter in self._replica.model.parameters()]
         while True:
+            group = self._group
             try:
-                if self._group.changed:
+                if group.changed:
                     raise Changed
-                planned = self._stepper.edit(self._group, self._record)
+                planned = self._stepper.edit(group, self._record)
                 break
             except Changed:
-                self._reconfigure(redone=True, edited=edited)
+                self._reconfigure(attempted=group.seq + 1)
+                if self._group.seq > group.seq:
+                    return  # somebody had seen every done word before the generation ended
+                for parameter, data in edited:
+                    parameter.data = data
         if planned:
-            self._reconfigure(redone=False)
+            self._reconfigure()
 
     # One pass.
 
@@ -285,7 +289,7 @@ class Worker:
             self._split_is_new = True
             while True:
                 if self._group.changed:
-                    self._reconfigure(redone=self._attempt is not None)
+                    self._reconfigure(attempted=self._group.seq + 1 if self._attempt is not None else None)
                 if self._split_is_new:
                     loader.start(self._cursor(pass_), self._group.rank, self._group.size)
                     self._split_is_new, self._attempt = False, None
@@ -330,8 +334,20 @@ class Worker:
         else:
             self._committed(self._pass, report)
         if planned:
-            self._reconfigure(redone=False)
+            self._reconfigure()
         return report is not None
+
+    def _resume(self, ended: Group) -> bool:
+        """The generation of a step ended before this worker knew that it was committed. Whether it was."""
+        assert self._stepper is not None
+        assert self._pass is not None
+        pending, self._stepper.pending = self._stepper.pending, None
+        self._reconfigure(attempted=ended.seq + 1)
+        assert self._group is not None
+        if pending is None or self._group.seq == ended.seq:
+            return False
+        self._committed(self._pass, pending)
+        return True
 
     def _committed(self, pass_: Pass, report: StepReport) -> None:
         epoch_ended = self._epoch_ended(pass_)
@@ -386,17 +402,17 @@ class Worker:
             if self._record.step:
                 self._step_schedulers_once(self._epoch_ended(pass_))
 
-    def _reconfigure(self, *, redone: bool, edited: Sequence[tuple[nn.Parameter, torch.Tensor]] = ()) -> None:
+    def _reconfigure(self, attempted: int | None = None) -> None:
+        """Enter the next generation. `attempted`: the commit this worker worked towards, which may have happened."""
         assert self._group is not None
         began_s = time.perf_counter()
         self._attempt = self._current = None
         fault_point("park")
         self._enter(above=self._group.generation.number)
-        for parameter, data in edited:
-            parameter.data = data
         if self._on_reconfigure is not None:
             workers = tuple(member.worker_id for member in self._group.members)
             took_s = time.perf_counter() - began_s
+            redone = attempted is not None and self._group.seq < attempted
             self._on_reconfigure(
                 Reconfiguration(self.generation, workers, self.rank, self._record.step, redone, took_s)
             )

@@ -13,7 +13,7 @@ from tests.job import training
 from tests.job.training import Case
 
 SCRIPT = Path(training.__file__)
-MANY = ("--restarts", "100000", "--quiet")
+MANY = ("--restarts", "100000", "--backoff", "0", "--threads", "1", "--quiet")
 
 
 def run(case: Case, tmp_path: Path, plan: FaultPlan, workers: int | str, timeout_s: float = 240.0) -> JobResult:
@@ -50,7 +50,7 @@ def test_a_worker_killed_at_each_named_point_leaves_the_result_of_an_undisturbed
         plan = plan.kill(f"w{victim}", step=step, during=point)
         killed.add(f"w{victim}")
         victim = victim + 2 if victim == 1 else victim + 1
-    case = Case(str(tmp_path / "out"), epochs=40)
+    case = Case(str(tmp_path / "out"), epochs=400)
     result = run(case, tmp_path, plan, workers=3)
     check(case, result)
     assert {fault["during"] for fault in result.faults} == set(POINTS)
@@ -66,10 +66,22 @@ def test_the_senior_worker_of_two_dies_and_the_other_goes_on_alone(tmp_path: Pat
 
 
 def test_two_workers_die_in_the_same_step(tmp_path: Path) -> None:
-    case = Case(str(tmp_path / "out"))
+    case = Case(str(tmp_path / "out"), scheduler=True, clip_norm=0.5, accumulate=2)
     plan = FaultPlan().kill("w0", step=9, during="optimizer").kill("w2", step=9, during="after_done")
     result = run(case, tmp_path, plan, workers=3)
     check(case, result)
+
+
+def test_a_step_that_one_worker_saw_committed_and_another_did_not_counts_once_for_both(tmp_path: Path) -> None:
+    # w2 dies with its done word written. w1, who waits for w0, hears of it and parks; w0 was slow, finds all done words
+    # and commits. A scheduler that w1 did not step would be seen as differing hyperparameters.
+    case = Case(str(tmp_path / "out"), scheduler=True)
+    plan = FaultPlan().kill("w2", step=7, during="after_done").slow("w0", step=7, during="before_done", seconds=1.0)
+    result = run(case, tmp_path, plan, workers=3)
+    check(case, result)
+    assert result.audit.redone == 0
+    for one in training.results(case).values():
+        assert 7 in one["losses"] or min(one["losses"]) > 7
 
 
 def test_workers_join_and_leave_at_step_boundaries_and_no_step_is_redone(tmp_path: Path) -> None:

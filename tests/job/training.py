@@ -1,4 +1,5 @@
-"""One small training, twice: as a script for shoal, and as a plain loop over the same global batches to compare with."""
+"""One small training, twice: as a script for shoal, and as a plain loop over the same global batches to compare
+with."""
 
 from __future__ import annotations
 

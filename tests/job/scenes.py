@@ -1,0 +1,118 @@
+"""Small scripts of users, chosen by the first argument: what they do is what the tests are about."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from training import Case, data, model
+
+import shoal
+
+OUT = Path(sys.argv[2]) if len(sys.argv) > 2 else Path()
+
+
+def loss_of(net: nn.Module, batch: shoal.train.worker.Batch) -> torch.Tensor:
+    return nn.functional.cross_entropy(net(batch.x), batch.y)
+
+
+def write(worker: shoal.Worker, what: object) -> None:
+    (OUT / f"{worker.id}.json").write_text(json.dumps(what))
+
+
+def edits(worker: shoal.Worker) -> None:
+    """Parameters are changed in place between steps, by every worker alike; one worker comes later."""
+    net = model(Case(""))
+    worker.attach(net, torch.optim.SGD(net.parameters(), lr=0.01))
+    with worker.edit():
+        nn.init.ones_(net[0].weight)
+    for batch in worker.batches(data(Case("")), global_batch=48, epochs=30):
+        if worker.step(loss_of(net, batch)) and worker.steps % 50 == 0:
+            with worker.edit(), torch.no_grad():
+                net[0].weight.fill_(worker.steps)
+    write(worker, {"last": net[0].weight[0, 0].item()})
+
+
+def passes(worker: shoal.Worker) -> None:
+    """An epoch a call, with code of the user's between."""
+    net = model(Case(""))
+    worker.attach(net, torch.optim.SGD(net.parameters(), lr=0.01))
+    seen = 0
+    for _ in range(8):
+        for batch in worker.batches(data(Case("")), batch_size=20):
+            seen += len(batch) if worker.step(loss_of(net, batch)) else 0
+    write(worker, {"seen": seen})
+
+
+def poisoned(worker: shoal.Worker) -> None:
+    """The loss of one step is not a number."""
+    net = model(Case(""))
+    worker.attach(net, torch.optim.SGD(net.parameters(), lr=0.01), nan=sys.argv[3])  # type: ignore[arg-type]
+    for batch in worker.batches(data(Case("")), global_batch=48, epochs=2):
+        bad = batch.step == 7 and 0 in range(len(batch)) and worker.rank == worker.size - 1
+        worker.step(loss_of(net, batch) * (float("nan") if bad else 1.0))
+    write(worker, {"finite": bool(torch.isfinite(net[0].weight).all())})
+
+
+def raises(worker: shoal.Worker) -> None:
+    """One worker's code is wrong."""
+    net = model(Case(""))
+    worker.attach(net, torch.optim.SGD(net.parameters(), lr=0.01))
+    for batch in worker.batches(data(Case("")), global_batch=48, epochs=2):
+        if batch.step == 5 and worker.id == "w1":
+            raise ZeroDivisionError("the user's own mistake")
+        worker.step(loss_of(net, batch))
+
+
+def in_place(worker: shoal.Worker) -> None:
+    """Writes into a parameter without saying so."""
+    net = model(Case(""))
+    worker.attach(net, torch.optim.SGD(net.parameters(), lr=0.01))
+    for batch in worker.batches(data(Case("")), global_batch=48, epochs=2):
+        worker.step(loss_of(net, batch))
+        with torch.no_grad():
+            net[0].weight.mul_(0.99)
+
+
+def differs(worker: shoal.Worker) -> None:
+    """The learning rate depends on who one is."""
+    net = model(Case(""))
+    worker.attach(net, torch.optim.SGD(net.parameters(), lr=0.01 if worker.id == "w0" else 0.02))
+    for batch in worker.batches(data(Case("")), global_batch=48):
+        worker.step(loss_of(net, batch))
+
+
+def long(worker: shoal.Worker) -> None:
+    """Trains until it is told to stop."""
+    net = model(Case(""))
+    worker.attach(net, torch.optim.SGD(net.parameters(), lr=0.01))
+    for batch in worker.batches(data(Case("")), global_batch=48, epochs=1_000_000, num_workers=int(sys.argv[3])):
+        worker.step(loss_of(net, batch))
+
+
+def measures(worker: shoal.Worker) -> None:
+    """Metrics averaged over workers, callbacks, schedulers."""
+    net = model(Case(""))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    epochs: list[int] = []
+    reports: list[tuple[float, float]] = []
+    worker.attach(
+        net,
+        optimizer,
+        epoch_schedulers=[torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)],
+        on_step=lambda report: reports.append((report.metrics["first_id"], report.learning_rate)),
+        on_epoch=epochs.append,
+    )
+    ids = torch.arange(40)
+    for batch in worker.batches(TensorDataset(torch.randn(40, 16).double(), ids % 5, ids), global_batch=7, epochs=3):
+        loss = nn.functional.cross_entropy(net(batch.data[0]), batch.data[1])
+        worker.step(loss, first_id=batch.data[2].double().mean())
+    write(worker, {"epochs": epochs, "reports": reports})
+
+
+if __name__ == "__main__":
+    shoal.run(globals()[sys.argv[1]])

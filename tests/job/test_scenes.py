@@ -1,0 +1,161 @@
+"""Jobs as users run them: edits, passes, mistakes, signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from shoal.data.ledger import Cursor, Pass, advance, take
+from shoal.testing import FaultPlan, LocalJob
+
+SCRIPT = Path(__file__).with_name("scenes.py")
+QUICK = ("--threads", "1", "--backoff", "0")
+
+
+def job(
+    tmp_path: Path, scene: str, *args: str, plan: FaultPlan | None = None, workers: int = 2, options: Sequence[str] = ()
+) -> LocalJob:
+    (tmp_path / "out").mkdir(exist_ok=True)
+    return LocalJob(
+        SCRIPT,
+        [scene, str(tmp_path / "out"), *args],
+        workers=workers,
+        directory=tmp_path / "run",
+        plan=plan,
+        options=(*QUICK, *options),
+    )
+
+
+def written(tmp_path: Path) -> dict[str, Any]:
+    return {path.stem: json.loads(path.read_text()) for path in (tmp_path / "out").glob("*.json")}
+
+
+def last_line(output: str) -> str:
+    return next(line for line in reversed(output.splitlines()) if line.strip())
+
+
+def test_edits_are_committed_as_a_whole_while_workers_join_and_die(tmp_path: Path) -> None:
+    plan = FaultPlan().join(at_step=60).kill("w1", step=130, during="reduce")
+    result = job(tmp_path, "edits", plan=plan).run()
+    assert result.exit_code == 0, result.output
+    assert result.audit.clean, str(result.audit)
+    assert len(set(result.digests.values())) == 1
+    assert {one["last"] for one in written(tmp_path).values()} == {300.0}
+
+
+def test_a_script_may_call_batches_once_an_epoch_and_newcomers_find_the_right_one(tmp_path: Path) -> None:
+    plan = FaultPlan().join(at_step=30).kill("w0", step=50, during="backward")
+    result = job(tmp_path, "passes", plan=plan).run()
+    assert result.exit_code == 0, result.output
+    assert result.audit.clean, str(result.audit)
+    assert result.audit.samples == 8 * 480
+    assert len(set(result.digests.values())) == 1
+
+
+def test_a_loss_that_is_not_a_number_is_skipped_and_counted_if_asked_for(tmp_path: Path) -> None:
+    result = job(tmp_path, "poisoned", "skip").run()
+    assert result.exit_code == 0, result.output
+    assert result.audit.clean
+    assert result.audit.skipped_steps == 1
+    assert all(one["finite"] for one in written(tmp_path).values())
+
+
+def test_a_loss_that_is_not_a_number_ends_the_job_with_one_line_otherwise(tmp_path: Path) -> None:
+    result = job(tmp_path, "poisoned", "stop").run()
+    assert result.exit_code == 2
+    assert last_line(result.output).startswith("shoal: LossNotFinite: the loss of step 7 is nan on w1")
+
+
+def test_an_exception_in_one_workers_code_is_shown_once_and_ends_the_job(tmp_path: Path) -> None:
+    result = job(tmp_path, "raises").run()
+    assert result.exit_code == 2
+    assert result.output.count("Traceback (most recent call last)") == 1
+    assert "the user's own mistake" in last_line(result.output)
+    assert last_line(result.output).startswith("shoal: ScriptFailed")
+
+
+def test_an_exception_may_cost_one_worker_and_not_the_job(tmp_path: Path) -> None:
+    result = job(tmp_path, "raises", options=("--on-error", "relaunch")).run()
+    assert result.exit_code == 0, result.output
+    assert result.audit.clean
+    assert [event["worker_id"] for event in result.of("lost")] == ["w1"]
+
+
+def test_an_in_place_write_outside_an_edit_spoils_nothing_and_says_where_it_was(tmp_path: Path) -> None:
+    result = job(tmp_path, "in_place", options=("--restarts", "1")).run()
+    assert result.exit_code != 0
+    assert "worker.edit()" in last_line(result.output)
+    logs = "".join(path.read_text() for path in (tmp_path / "run" / "logs").glob("w*.log"))
+    assert "in in_place" in logs
+
+
+def test_workers_whose_hyperparameters_differ_end_the_job_with_one_line(tmp_path: Path) -> None:
+    result = job(tmp_path, "differs").run()
+    assert result.exit_code == 2
+    assert last_line(result.output).startswith("shoal: WorkersDiffer: ")
+
+
+def test_a_stopped_worker_is_fenced_within_the_budget_and_changes_nothing_afterwards(tmp_path: Path) -> None:
+    plan = FaultPlan().stop("w1", step=5, during="optimizer")
+    running = job(tmp_path, "passes", plan=plan, workers=3, options=("--budget", "1"))
+    running.start()
+    running.wait_until(lambda: bool(running.events("fenced")))
+    result = running.wait()
+    assert result.exit_code == 0, result.output
+    assert result.audit.clean
+    assert len(set(result.digests.values())) == 1
+    assert [event["worker_id"] for event in result.of("lost")] == ["w1"]
+    fenced, lost = result.of("fenced")[0], result.of("lost")[0]
+    following = next(event for event in result.of("generation") if event["time"] >= fenced["time"])
+    assert fenced["time"] <= lost["time"] <= following["time"], "the next generation began before the worker was dead"
+    assert "w1" not in following["members"]
+
+
+def test_sigterm_lets_a_worker_finish_its_step_and_leave(tmp_path: Path) -> None:
+    running = job(tmp_path, "long", "0", workers=3)
+    running.start()
+    running.wait_until(lambda: running.status().get("step", 0) > 0)
+    running.signal("w2", signal.SIGTERM)
+    running.wait_until(lambda: any(event["worker_id"] == "w2" for event in running.events("left")))
+    running.process.send_signal(signal.SIGTERM)
+    result = running.wait()
+    assert result.exit_code == 128 + signal.SIGTERM
+    assert not result.of("lost")
+    assert result.audit.clean
+    assert result.audit.redone == 0
+
+
+def test_nothing_is_left_after_the_launcher_is_killed(tmp_path: Path) -> None:
+    before = set(os.listdir("/dev/shm"))
+    running = job(tmp_path, "long", "2", workers=2)
+    running.start()
+    running.wait_until(lambda: running.status().get("step", 0) > 0)
+    family = psutil.Process(running.process.pid).children(recursive=True)
+    assert len(family) >= 2 + 2 + 2 * 2  # coordinator and fork server, two workers, two loaders of each
+    running.process.kill()
+    _, alive = psutil.wait_procs(family, timeout=20)
+    assert not alive, alive
+    running.process.wait()
+    running.process.communicate()
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def test_metrics_are_averaged_over_all_samples_and_epochs_end_once(tmp_path: Path) -> None:
+    result = job(tmp_path, "measures", workers=3).run()
+    assert result.exit_code == 0, result.output
+    pass_ = Pass(0, 40, 3, 0, True, False, 7, None, 1)
+    wanted, cursor = [], Cursor()
+    while (batch := take(pass_, cursor, 3)) is not None:
+        rate = 0.1 * 0.5**batch.epoch
+        wanted.append((pass_.order(batch.epoch)[batch.lo : batch.hi].mean(), rate))
+        cursor = advance(cursor, batch)
+    for one in written(tmp_path).values():
+        assert one["epochs"] == [0, 1, 2]
+        assert [tuple(pair) for pair in one["reports"]] == pytest.approx([pytest.approx(pair) for pair in wanted])

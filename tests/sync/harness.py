@@ -1,0 +1,137 @@
+"""Several workers as threads of one process: real arenas, words and groups, no control plane. For the arithmetic."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from shoal.control.membership import Generation, Member
+from shoal.data.audit import AuditWriter
+from shoal.data.ledger import Cursor, GlobalBatch, Pass, micro, split
+from shoal.sync.allreduce import AllReduce
+from shoal.sync.group import Group, Notice
+from shoal.sync.memory import create
+from shoal.sync.record import Record, Records
+from shoal.sync.replica import Replica
+from shoal.sync.sync import Sync
+from shoal.sync.words import Words
+from shoal.train.step import Attempt, Policy, Stepper, StepReport
+
+JOIN_S = 60.0
+
+
+class SharedMemory:
+    """One host's memory for threads: the same name is the same descriptor."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._fds: dict[str, int] = {}
+
+    def open(self, name: str, size_bytes: int) -> int:
+        with self._lock:
+            if name not in self._fds:
+                self._fds[name] = create(name, size_bytes)
+            return os.dup(self._fds[name])
+
+
+class ThreadWorker:
+    """A worker without a process. `loss(model, ids)` is the user's code."""
+
+    def __init__(
+        self,
+        host: Host,
+        slot: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        sync: Sync | None = None,
+        policy: Policy | None = None,
+        schedulers: Sequence[Any] = (),
+    ) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.words = Words(host.memory)
+        self.notice = Notice(self.words)
+        self.records = Records(self.words.record)
+        self.sync = sync or AllReduce()
+        self.replica = Replica(model, optimizer, schedulers)
+        self.sync.bind(self.replica, host.memory, self.words, slot)
+        self.stepper = Stepper(
+            self.sync, self.replica, self.records, AuditWriter(host.folder, f"w{slot}"), policy or Policy()
+        )
+        self.slot = slot
+        self.reports: list[StepReport] = []
+
+    def enter(self, number: int, slots: Sequence[int]) -> None:
+        members = tuple(Member(f"w{slot}", slot, "here") for slot in slots)
+        self.group = Group(self.words, self.notice, Generation(number, members), f"w{self.slot}", spin=False)
+        self.group.enter()
+        self.sync.enter(self.group)
+        if not self.group.seq:
+            self.stepper.found(self.group)
+        self.record = self.records.read(self.group.seq)
+        self.stepper.enter(self.record)
+
+    def step(
+        self, ids: Sequence[int], loss: Callable[[nn.Module, torch.Tensor], torch.Tensor | None], accumulate: int = 1
+    ) -> StepReport:
+        """One step over the global batch `ids`, of which this worker takes its share."""
+        batch = GlobalBatch(0, 0, len(ids))
+        lo, hi = split(batch, self.group.rank, self.group.size)
+        attempt = Attempt(batch, lo, hi, 0.0)
+        self.sync.begin()
+        for start, end in micro(lo, hi, accumulate):
+            mine = torch.tensor(ids[start:end])
+            attempt.ids.append(np.array(ids[start:end], dtype=np.int64))
+            if len(mine) and (value := loss(self.model, mine)) is not None:
+                self.stepper.gradients(value, attempt, len(mine))
+                attempt.add(len(mine), value.item() / (1 if self.stepper.is_mean else len(mine)), {})
+        r = self.record
+        cursor = Cursor(r.pass_index, r.epoch, r.position, r.step, r.samples)
+        pass_ = Pass(0, 10**6, 10**6, 0, True, False, len(ids), None, accumulate)
+        report, _ = self.stepper.train(self.group, self.record, cursor, pass_, attempt)
+        assert report is not None
+        self.record = self.records.read(self.group.seq)
+        self.reports.append(report)
+        return report
+
+
+class Host:
+    """Where thread workers meet."""
+
+    def __init__(self, folder: Path) -> None:
+        self.memory = SharedMemory()
+        self.folder = folder
+
+    def together(self, workers: Sequence[ThreadWorker], do: Callable[[ThreadWorker], Any]) -> list[Any]:
+        """Run `do` for all workers at once; the first problem of any of them is raised here."""
+        results: dict[int, Any] = {}
+        problems: list[BaseException] = []
+
+        def body(index: int, worker: ThreadWorker) -> None:
+            try:
+                results[index] = do(worker)
+            except BaseException as problem:
+                problems.append(problem)
+
+        threads = [threading.Thread(target=body, args=(i, one), daemon=True) for i, one in enumerate(workers)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(JOIN_S)
+        if problems:
+            raise problems[0]
+        assert not any(thread.is_alive() for thread in threads), "a worker waits for ever"
+        return [results[index] for index in range(len(workers))]
+
+
+def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+__all__ = ["Host", "Record", "SharedMemory", "ThreadWorker", "state_of"]
