@@ -56,9 +56,9 @@ class TorchrunSettings:
 
 
 # `tuned` is as short as the agents bear. Intervals are whole seconds; with two attempts instead of three a newcomer was
-# seen to take the living for dead and to train alone. And with the agents' shared store, which is the default, a newcomer
+# seen to take the living for dead and to train alone. With the agents' shared store, which is the default, a newcomer
 # waits for an address that rank 0 writes in its first round only (`next_rendezvous`, torch 2.13): every join failed. So
-# `tuned` shares no store, and `default` is expected to fail to let anybody join.
+# `tuned` shares no store, and `default` is expected to let nobody join.
 TORCHRUN_SETTINGS = {
     "default": TorchrunSettings(flags=(), rendezvous={}, environment={}),
     "tuned": TorchrunSettings(
