@@ -18,6 +18,7 @@ from shoal.sync.layout import plan
 from shoal.sync.memory import HostMemory
 from shoal.sync.replica import Replica, raw_bytes
 from shoal.sync.slices import Slice
+from shoal.sync.straight import Target, redirect
 from shoal.sync.sync import Sync, Verdict
 from shoal.sync.words import Words
 
@@ -44,9 +45,10 @@ class AllReduce(Sync):
             parameter.requires_grad_(True)  # a frozen parameter may be unfrozen later, and takes no hook while frozen
             parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
             parameter.requires_grad_(trained)
+        self._targets = redirect(replica.model, self._target)
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        view, marks = self._lane.views[index], self._lane.marks
+        view, mark = self._lane.views[index], self._mark(index)
 
         def to_lane(parameter: torch.Tensor) -> None:
             gradient = parameter.grad
@@ -55,16 +57,33 @@ class AllReduce(Sync):
                 return
             if gradient.layout != torch.strided:
                 gradient = gradient.to_dense()
-            if marks[index]:
+            if mark():
                 view.add_(gradient)
             else:
                 view.copy_(gradient)
-                marks[index] = 1
+
+        return to_lane
+
+    def _mark(self, index: int) -> Callable[[], bool]:
+        marks = self._lane.marks
+
+        def mark() -> bool:
+            """Say that this tensor gets a gradient; whether it had one already in this step. Changed ends the backward
+            early, when its result is not wanted any more."""
             fault_point("backward")
             if self._group is not None and self._group.changed:
                 raise Changed
+            marked = bool(marks[index])
+            marks[index] = 1
+            return marked
 
-        return to_lane
+        return mark
+
+    def _target(self, parameter: torch.Tensor) -> Target | None:
+        index = next((i for i, one in enumerate(self._parameters) if one is parameter), None)
+        if index is None or not self._lane.views[index].is_contiguous():
+            return None
+        return Target(self._lane.views[index], self._mark(index))
 
     def enter(self, group: Group) -> None:
         self._group = group
@@ -91,6 +110,15 @@ class AllReduce(Sync):
 
     def weight(self, share: int, batch: int) -> float:
         return share / batch
+
+    def backward(self, loss: torch.Tensor, weight: float) -> None:
+        for target in self._targets:
+            target.open = True
+        try:
+            super().backward(loss, weight)
+        finally:
+            for target in self._targets:
+                target.open = False
 
     def prepare(self, group: Group, verdict: Verdict) -> float | None:
         seq = group.seq + 1

@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+import torch
+
 from shoal.sync.group import Group
 from shoal.sync.memory import HostMemory
 from shoal.sync.replica import Replica
@@ -46,6 +48,10 @@ class Sync(ABC):
     @abstractmethod
     def weight(self, share: int, batch: int) -> float:
         """The weight of a mean loss over `share` of the step's `batch` samples."""
+
+    def backward(self, loss: torch.Tensor, weight: float) -> None:
+        """Compute the gradients of one micro-batch, times the weight."""
+        loss.backward(gradient=torch.full_like(loss, weight))  # type: ignore[no-untyped-call]
 
     @abstractmethod
     def prepare(self, group: Group, verdict: Verdict) -> float | None:

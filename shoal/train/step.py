@@ -91,8 +91,7 @@ class Stepper:
     def gradients(self, loss: torch.Tensor, attempt: Attempt, samples: int) -> None:
         """Add one micro-batch's gradients, weighted so that all workers' together are the global batch's."""
         total = attempt.batch.hi - attempt.batch.lo
-        weight = self._sync.weight(samples, total) if self._policy.loss == "mean" else 1.0
-        loss.backward(gradient=torch.full_like(loss, weight))  # type: ignore[no-untyped-call]
+        self._sync.backward(loss, self._sync.weight(samples, total) if self.is_mean else 1.0)
 
     def train(
         self, group: Group, record: Record, cursor: Cursor, pass_: Pass, attempt: Attempt

@@ -13,6 +13,7 @@ from torch import nn, optim
 from torch.nn import functional as F
 
 from shoal import errors
+from shoal.sync import straight
 from shoal.sync.independent import Independent
 from shoal.train.schedules import LinearScaling
 from shoal.train.step import Policy
@@ -545,3 +546,55 @@ def test_the_loss_curve_does_not_depend_on_the_number_of_workers(
     assert curves[0][-1] < 0.9 * curves[0][0]
     for curve in curves[1:]:
         assert curve == pytest.approx(curves[0], rel=tolerance, abs=tolerance)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_large_linear_layers_write_their_gradients_straight_and_get_the_same(
+    accumulate: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(straight, "SMALLEST", 1)
+
+    class Twice(nn.Module):
+        """A layer used twice, one tied to another kind of layer, and one of sequences."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.again, self.last = nn.Linear(6, 6), nn.Linear(6, 6, bias=False), nn.Linear(6, 3)
+            self.double()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = torch.tanh(self.first(torch.tanh(self.first(x))))
+            sequence = self.again(hidden.unsqueeze(1).expand(-1, 2, -1)).mean(1)
+            return self.last(sequence + F.linear(hidden, self.again.weight))
+
+    plain = Twice()
+    wanted = alone(plain, optim.AdamW(plain.parameters()))
+    host = Host(tmp_path)
+    models = [Twice(), Twice()]
+    workers = [ThreadWorker(host, slot, m, optim.AdamW(m.parameters())) for slot, m in enumerate(models)]
+    host.together(workers, lambda one: one.enter(1, (0, 1)))
+    assert isinstance(models[0].first, straight.Linear)
+    for ids in BATCHES:
+        host.together(workers, lambda one, ids=ids: one.step(ids, mean_loss, accumulate))
+    same(state_of(models[1]), wanted)
+
+
+def test_a_backward_of_the_users_own_does_not_touch_the_lane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(straight, "SMALLEST", 1)
+    model = mlp()
+    worker = ThreadWorker(Host(tmp_path), 0, model, optim.SGD(model.parameters(), lr=0.1))
+    worker.enter(1, (0,))
+    copied = copy.deepcopy(model)
+    assert copied[0].shoal_target is None
+
+    def penalized(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+        inputs = INPUTS[ids].clone().requires_grad_()
+        slope = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)[0]
+        return mean_loss(model, ids) + slope.square().mean()
+
+    plain = mlp()
+    wanted = alone(plain, optim.SGD(plain.parameters(), lr=0.1), loss=penalized, batches=BATCHES[:3])
+    for ids in BATCHES[:3]:
+        worker.step(ids, penalized)
+    same(state_of(model), wanted)
