@@ -37,8 +37,10 @@ from shoal.bench.recovery import (
     longest_gap_s,
     restarted,
     typical,
+    usual_step_s,
 )
 from shoal.metrics import read_events
+from shoal.testing import LocalJob
 
 N_WORKERS = 3
 PACE_S = 0.01
@@ -121,9 +123,7 @@ class TorchrunNodes:
         return killed_s
 
     def steps(self) -> list[StepDone]:
-        events = [event for log in self._directory.glob("*.jsonl") for event in read_events(log)]
-        done = [StepDone(e["time"], e["worker"], e["pid"], e["group_size"]) for e in events if e["event"] == "step"]
-        return sorted(done, key=lambda step: step.time_s)
+        return _steps_in(self._directory)
 
     def ended(self) -> str | None:
         """Which agent gave up, and its last words; None while all live that should."""
@@ -137,6 +137,12 @@ class TorchrunNodes:
         for node in list(self._agents):
             if self._agents[node].poll() is None:
                 self.kill(node)
+
+
+def _steps_in(directory: Path) -> list[StepDone]:
+    events = [event for log in directory.glob("*.jsonl") for event in read_events(log)]
+    done = [StepDone(e["time"], e["worker"], e["pid"], e["group_size"]) for e in events if e["event"] == "step"]
+    return sorted(done, key=lambda step: step.time_s)
 
 
 class DidNotHappen(Exception):
@@ -205,9 +211,105 @@ def measure_torchft(settings: str, repetitions: int, timeout_s: float) -> Recove
     return Recovery("torchft", settings, (), skipped="torchft is installed, but no trial is written for it")
 
 
+class ShoalJob:
+    """One job for all trials: it has no reason to end."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._job = LocalJob(
+            Path(__file__).with_name("shoal_loop.py"),
+            workers=N_WORKERS,
+            directory=directory / "run",
+            # A killed worker is not replaced by itself: the trial asks for the newcomer when it is time.
+            options=["--threads", "1", "--quiet", "--backoff", "30", "--restarts", "100000"],
+        )
+
+    def start(self) -> None:
+        os.environ.update(
+            {
+                torchrun_loop.LOG_DIR: str(self._directory),
+                torchrun_loop.PACE_S: str(PACE_S),
+                torchrun_loop.END_S: str(time.monotonic() + _LIFETIME_S),
+                "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
+            }
+        )
+        self._job.start()
+
+    def steps(self) -> list[StepDone]:
+        return _steps_in(self._directory)
+
+    def live(self) -> list[str]:
+        generations = self._job.events("generation")
+        return list(generations[-1]["members"]) if generations else []
+
+    def kill(self, worker_id: str) -> float:
+        pid = next(member["pid"] for member in self._job.status()["members"] if member["worker_id"] == worker_id)
+        killed_s = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        return killed_s
+
+    def scale(self, target: int) -> float:
+        asked_s = time.monotonic()
+        self._job.scale(target)
+        return asked_s
+
+    def ended(self) -> str | None:
+        return None if self._job.process.poll() is None else f"the job ended with {self._job.process.returncode}"
+
+    def stop(self) -> None:
+        self._job.process.kill()
+        self._job.process.communicate()
+
+
 def measure_shoal(settings: str, repetitions: int, timeout_s: float) -> Recovery:
     """The same trial on `shoal run`: kill the youngest worker, then scale back up."""
-    return Recovery("shoal", settings, (), skipped="no trial is written for it")
+    with tempfile.TemporaryDirectory(prefix="recovery-") as directory:
+        job = ShoalJob(Path(directory))
+        job.start()
+        try:
+            _until(job, "the first step of all", ["w0", "w1", "w2"], N_WORKERS, 0.0, timeout_s)
+            trials = tuple(shoal_trial(job, timeout_s) for _ in range(repetitions))
+        finally:
+            job.stop()
+    return Recovery("shoal", settings, trials)
+
+
+def shoal_trial(job: ShoalJob, timeout_s: float) -> Trial:
+    probe = LoadProbe()
+    *survivors, victim = job.live()
+    pids = _last_of_each(job.steps())
+    _until(job, "steps before the kill", [*survivors, victim], N_WORKERS, time.monotonic() + 0.3, timeout_s)
+    killed_s = job.kill(victim)
+    resumed_s = _until(job, "steps after the kill", survivors, N_WORKERS - 1, killed_s, timeout_s)
+    job.scale(N_WORKERS - 1)
+    _until(job, "steps before the join", survivors, N_WORKERS - 1, time.monotonic() + 0.3, timeout_s)
+    joined_s = job.scale(N_WORKERS)
+    end_s = _until(job, "steps after the join", survivors, N_WORKERS, joined_s, timeout_s)
+    newcomer = job.live()[-1]
+    first_s = _until(job, "the newcomer's step", [newcomer], N_WORKERS, joined_s, timeout_s)
+    steps = job.steps()
+    # Of the kill: less what had been done of the step it interrupted, and less one step of those who are left.
+    last_s = max(step.time_s for step in steps if step.time_s < killed_s and step.worker in survivors)
+    usual_s = usual_step_s(steps, survivors, resumed_s, joined_s)
+    stall_s = longest_gap_s(steps, survivors, joined_s, end_s)
+    return Trial(
+        max(0.0, resumed_s - killed_s - usual_s - min(killed_s - last_s, usual_s)),
+        first_s - joined_s,
+        None if stall_s is None else max(0.0, stall_s - usual_s),
+        restarted([*pids, *(step for step in steps if step.time_s > killed_s)], survivors),
+        probe.end(),
+    )
+
+
+def _until(job: ShoalJob, what: str, who: Collection[str], group_size: int, after_s: float, timeout_s: float) -> float:
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
+        if (found := all_stepped_at(job.steps(), who, group_size, after_s)) is not None:
+            return found
+        if (gone := job.ended()) is not None:
+            raise DidNotHappen(f"{what}: {gone}")
+        time.sleep(_LOOK_S)
+    raise DidNotHappen(f"{what}: not within {timeout_s:.0f} s")
 
 
 SYSTEMS: Mapping[str, Callable[[str, int, float], Recovery]] = {

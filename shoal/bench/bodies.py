@@ -52,6 +52,7 @@ _HOMES = {
     "shoal": "shoal.bench.shoal_loop:shoal",
     "memcpy": "shoal.bench.exchange:memcpy",
     "gloo_allreduce": "shoal.bench.exchange:gloo_allreduce",
+    "shoal_allreduce": "shoal.bench.exchange:shoal_allreduce",
 }
 
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
 
 from shoal.bench.bodies import Buffer, Run, Setup
 from shoal.bench.loops import join_gloo
+from shoal.bench.meeting import MeetingMemory
+from shoal.control.membership import Generation, Member
 from shoal.errors import SettingsContradict
+from shoal.sync.arena import tensor_at
+from shoal.sync.group import Group, Notice
+from shoal.sync.memory import map_bytes
+from shoal.sync.words import Words
 
 
 def memcpy(setup: Setup) -> Run:
@@ -31,6 +39,37 @@ def gloo_allreduce(setup: Setup) -> Run:
             dist.all_reduce(buffer)
 
     return run
+
+
+def shoal_allreduce(setup: Setup) -> Run:
+    """The sum as a step makes it: everybody's numbers lie in lanes, worker k sums slice k, and all see the result."""
+    mine = _floats(setup)
+    memory = MeetingMemory(Path(setup.meeting_dir))
+    size_bytes = mine.numel() * 4
+    lanes = [_shared(memory, f"lane-{rank}", size_bytes) for rank in range(setup.n_workers)]
+    result = _shared(memory, "result", size_bytes)
+    words = Words(memory)
+    members = tuple(Member(f"w{rank}", rank, "here") for rank in range(setup.n_workers))
+    group = Group(words, Notice(words), Generation(1, members), f"w{setup.rank}", spin=True)
+    group.enter()
+    per = -(-mine.numel() // setup.n_workers)
+    mine_slice = slice(setup.rank * per, (setup.rank + 1) * per)
+    parts, target = [lane[mine_slice] for lane in lanes], result[mine_slice]
+
+    def run(steps: int) -> None:
+        for _ in range(steps):
+            group.ready()
+            torch.add(parts[0], parts[1], out=target)
+            for part in parts[2:]:
+                target.add_(part)
+            group.commit()
+
+    return run
+
+
+def _shared(memory: MeetingMemory, name: str, size_bytes: int) -> torch.Tensor:
+    mapping = map_bytes(memory.open(name, size_bytes), size_bytes, writable=True)
+    return tensor_at(mapping, 0, torch.float32, size_bytes // 4)
 
 
 def _floats(setup: Setup) -> torch.Tensor:

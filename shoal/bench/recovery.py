@@ -90,6 +90,16 @@ def longest_gap_s(steps: Sequence[StepDone], workers: Collection[str], begin_s: 
     return max(gaps, default=None)
 
 
+def usual_step_s(steps: Sequence[StepDone], workers: Collection[str], begin_s: float, end_s: float) -> float:
+    """The median time between two steps of these workers in the window."""
+    gaps = [
+        later - earlier
+        for worker in workers
+        for earlier, later in pairwise(s.time_s for s in steps if s.worker == worker and begin_s <= s.time_s <= end_s)
+    ]
+    return median(gaps) if gaps else 0.0
+
+
 def restarted(steps: Sequence[StepDone], workers: Collection[str]) -> bool:
     """Whether any of these workers stepped in more than one process."""
     return any(len({step.pid for step in steps if step.worker == worker}) > 1 for worker in workers)

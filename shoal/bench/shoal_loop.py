@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import os
 import socket
 import subprocess
 import sys
@@ -15,33 +14,14 @@ from torch.utils.data import TensorDataset
 
 from shoal.bench.bodies import Run, Setup, Training
 from shoal.bench.loops import material, optimizer
+from shoal.bench.meeting import MeetingMemory
 from shoal.control.rundir import RunDir
 from shoal.control.timeouts import Timeouts
 from shoal.errors import SettingsContradict
-from shoal.sync.memory import create
 from shoal.train.worker import Worker
 
 _WAIT_S = 60.0
 _EPOCHS = 1_000_000_000  # the runner says when it is enough
-
-
-class MeetingMemory:
-    """The host's memory without a launcher: whoever needs a piece first makes it, the others open its descriptor."""
-
-    def __init__(self, meeting: Path) -> None:
-        self._meeting = meeting
-
-    def open(self, name: str, size_bytes: int) -> int:
-        note = self._meeting / f"memory-{name}"
-        made = self._meeting / f".memory-{name}-{os.getpid()}"
-        fd = create(name, size_bytes)
-        made.write_text(f"/proc/{os.getpid()}/fd/{fd}")
-        try:
-            os.link(made, note)
-        except FileExistsError:
-            os.close(fd)
-            fd = os.open(note.read_text(), os.O_RDWR | os.O_CLOEXEC)
-        return fd
 
 
 def shoal(setup: Setup) -> Run:

@@ -99,3 +99,18 @@ def test_a_seeded_sweep_of_random_kills(tmp_path: Path, workers: int, loaders: i
     result = run(case, tmp_path, FaultPlan().chaos(seed=workers, rate=0.01, limit=15), workers=workers)
     check(case, result)
     assert len(result.of("lost")) >= 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("workers", "loaders", "optimizer"),
+    [(2, 0, "sgd"), (3, 0, "adamw"), (4, 0, "adam"), (2, 2, "adamw"), (3, 2, "sgd"), (4, 2, "adafactor")],
+)
+def test_two_hundred_random_kills(tmp_path: Path, workers: int, loaders: int, optimizer: str) -> None:
+    """Six jobs, each with at least 40 deaths at points drawn from the seed."""
+    case = Case(str(tmp_path / "out"), optimizer=optimizer, epochs=600, loader_workers=loaders, scheduler=True)
+    plan = FaultPlan().chaos(seed=7 * workers + loaders, rate=0.002, limit=40)
+    result = run(case, tmp_path, plan, workers=workers, timeout_s=900)
+    check(case, result)
+    assert len(result.of("lost")) >= 40
+    assert {fault["worker_id"] for fault in result.faults} == {event["worker_id"] for event in result.of("lost")}

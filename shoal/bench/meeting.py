@@ -1,0 +1,27 @@
+"""The host's memory for workers that the runner starts, without a launcher that holds it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from shoal.sync.memory import create
+
+
+class MeetingMemory:
+    """Whoever needs a piece first makes it, the others open its descriptor."""
+
+    def __init__(self, meeting: Path) -> None:
+        self._meeting = meeting
+
+    def open(self, name: str, size_bytes: int) -> int:
+        note = self._meeting / f"memory-{name}"
+        made = self._meeting / f".memory-{name}-{os.getpid()}"
+        fd = create(name, size_bytes)
+        made.write_text(f"/proc/{os.getpid()}/fd/{fd}")
+        try:
+            os.link(made, note)
+        except FileExistsError:
+            os.close(fd)
+            fd = os.open(note.read_text(), os.O_RDWR | os.O_CLOEXEC)
+        return fd
