@@ -1,6 +1,6 @@
 """What it costs when a worker is killed, and when one joins: three workers of the tiny model on one machine.
 
-    python -m benchmarks.recovery --systems torchrun --settings tuned --repetitions 3 --json out.json
+    python -m benchmarks.recovery --repetitions 50 --peer-repetitions 3 --json out.json
 
 A trial kills the youngest worker (kill -9, with everything it started) and waits until the survivors step again; then
 it starts a new one and waits until the newcomer and the others step together. Times come from what the workers write
@@ -349,20 +349,23 @@ def table(found: Sequence[Recovery]) -> Table:
 
 def _cell(values: Sequence[float | None]) -> str:
     found = typical(values)
-    return "never" if found is None else f"{found.median_s:.2f} ({found.worst_s:.2f})"
+    return "never" if found is None else f"{found.median_s:.3f} ({found.worst_s:.3f})"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=tuple(SYSTEMS))
     parser.add_argument("--settings", nargs="+", choices=TORCHRUN_SETTINGS, default=("tuned",))
-    parser.add_argument("--repetitions", type=int, default=2)
+    parser.add_argument("--repetitions", type=int, default=10, help="of shoal's trial, which takes a second")
+    parser.add_argument("--peer-repetitions", type=int, default=2, help="of the others', which take half a minute")
     parser.add_argument("--timeout-s", type=float, default=180.0, help="for each thing a trial waits for")
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else _FILE_WIDTH)
     found = [
-        SYSTEMS[system](settings, chosen.repetitions, chosen.timeout_s)
+        SYSTEMS[system](
+            settings, chosen.repetitions if system == "shoal" else chosen.peer_repetitions, chosen.timeout_s
+        )
         for system in chosen.systems
         for settings in chosen.settings
     ]
