@@ -23,5 +23,5 @@ class MeetingMemory:
             os.link(made, note)
         except FileExistsError:
             os.close(fd)
-            fd = os.open(note.read_text(), os.O_RDWR | os.O_CLOEXEC)
-        return fd
+            return os.open(note.read_text(), os.O_RDWR | os.O_CLOEXEC)
+        return os.dup(fd)  # the caller may close its own; the others come for this one

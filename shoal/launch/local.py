@@ -71,7 +71,11 @@ class _Worker:
 
     @property
     def gone(self) -> bool:
-        return self.dead.is_set() or bool(select.select([self.pidfd], [], [], 0)[0])
+        if self.dead.is_set():
+            return True
+        poll = select.poll()  # not select(), which takes no descriptor above 1023
+        poll.register(self.pidfd, select.POLLIN)
+        return bool(poll.poll(0))
 
 
 class LocalLauncher(Launcher):

@@ -8,6 +8,7 @@ spoiling the model.
 from __future__ import annotations
 
 import mmap
+import os
 import warnings
 from collections.abc import Iterator
 
@@ -31,6 +32,7 @@ class Arena:
         fd = memory.open("model", size_bytes)
         self._writable = map_bytes(fd, size_bytes, writable=True)
         self._readable = map_bytes(fd, size_bytes, writable=False)
+        os.close(fd)
         # [segment][parity], flat
         self.parameters = [
             [self._tensor(("parameters", str(s), str(k)), segment.dtype, segment.numel) for k in (0, 1)]
@@ -118,6 +120,7 @@ class Lane:
             size_bytes += pages(segment.numel * element_bytes(segment.dtype))
         fd = memory.open(f"lane-{slot}", size_bytes)
         mapping = map_bytes(fd, size_bytes, writable=True)
+        os.close(fd)
         self.present = np.frombuffer(mapping, dtype=np.uint8, count=layout.tensors)
         self.marks = memoryview(mapping)[: layout.tensors]
         self.flat = [

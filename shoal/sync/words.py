@@ -7,6 +7,7 @@ change; who waits for it sleeps on that bell.
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import time
 from collections.abc import Sequence
@@ -67,7 +68,7 @@ class Words:
     def __init__(self, memory: HostMemory) -> None:
         fd = memory.open("words", SIZE_BYTES)
         self._map = map_bytes(fd, SIZE_BYTES, writable=True)
-        self.fd = fd
+        os.close(fd)
         view = memoryview(self._map)
         self._u64 = view[:_VALUES_AT].cast("Q")
         self._u32 = view[:_VALUES_AT].cast("I")

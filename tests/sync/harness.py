@@ -40,6 +40,10 @@ class SharedMemory:
                 self._fds[name] = create(name, size_bytes)
             return os.dup(self._fds[name])
 
+    def __del__(self) -> None:
+        for fd in self._fds.values():
+            os.close(fd)
+
 
 class ThreadWorker:
     """A worker without a process. `loss(model, ids)` is the user's code."""
