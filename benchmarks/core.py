@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import psutil
 from rich.console import Console
 from rich.table import Table
 
-from shoal.bench import bodies, results
+from shoal.bench import results
 from shoal.bench.bodies import Buffer, Training
 from shoal.bench.footprint import Footprint, footprint
 from shoal.bench.load import this_machine
@@ -26,6 +29,7 @@ from shoal.bench.processes import ProcessGroup
 from shoal.bench.results import Result
 from shoal.bench.runner import Variant, compare
 from shoal.errors import UserMistake
+from shoal.testing import LocalJob
 
 BATCHES = {"mlp21m": 128, "mobilenetv2": 64, "resnet20": 64, "tiny": 32, "resnet50_cifar": 64}
 DEFAULT_MODELS = ("mlp21m", "mobilenetv2", "resnet20", "tiny")
@@ -36,19 +40,19 @@ _FILE_WIDTH = 140  # of the tables, where the output is not a terminal
 _MEMORY_STEPS = 3  # after which gradients and the optimizer's state exist
 
 
-def training_variants(work: Training, keep_freed_memory: bool) -> dict[str, Variant]:
-    """Independent workers first: they are the baseline. Shoal's own body joins as soon as it is registered."""
-    measured = [name for name in ("independent", "ddp", "shoal") if name in bodies.names()]
-    return {name: ProcessGroup(name, work, keep_freed_memory=keep_freed_memory) for name in measured}
+TRAINED = ("independent", "ddp", "shoal")
+
+# Which variants have malloc keep freed memory. As people run it, only shoal's do: it sets that for every script.
+ALLOCATORS = {"on": TRAINED, "off": (), "as_run": ("shoal",)}
 
 
-def training(
-    work: Training, keep_freed_memory: bool, *, workers: int, threads: int, rounds: int, turn_s: float
-) -> Result:
-    allocator = "on" if keep_freed_memory else "off"
+def training(work: Training, allocator: str, *, workers: int, threads: int, rounds: int, turn_s: float) -> Result:
+    variants: dict[str, Variant] = {
+        name: ProcessGroup(name, work, keep_freed_memory=name in ALLOCATORS[allocator]) for name in TRAINED
+    }
     return compare(
         f"{work.model}, batch {work.batch}, {work.optimizer}, allocator {allocator}",
-        training_variants(work, keep_freed_memory),
+        variants,
         baseline="independent",
         n_workers=workers,
         cores_per_worker=threads,
@@ -58,8 +62,8 @@ def training(
 
 
 def exchange(*, workers: int, threads: int, rounds: int, turn_s: float, size_bytes: int = EXCHANGE_BYTES) -> Result:
-    """How many copies of the buffer a sum over the group costs. Shoal's body, once registered, is `shoal_allreduce`."""
-    measured = [name for name in ("memcpy", "gloo_allreduce", "shoal_allreduce") if name in bodies.names()]
+    """How many copies of the buffer a sum over the group costs."""
+    measured = ("memcpy", "gloo_allreduce", "shoal_allreduce")
     return compare(
         f"{size_bytes / 1e6:.0f} MB",
         {name: ProcessGroup(name, Buffer(size_bytes), keep_freed_memory=True) for name in measured},
@@ -72,9 +76,10 @@ def exchange(*, workers: int, threads: int, rounds: int, turn_s: float, size_byt
 
 
 def memory(*, workers: int, work: Training = MEMORY_WORK) -> list[Footprint]:
-    """One group at a time: a library's pages that another variant maps too would count for less in both."""
-    found = []
-    for name in (name for name in ("independent", "ddp", "shoal") if name in bodies.names()):
+    """One group at a time: a library's pages that another variant maps too would count for less in both. Shoal's is a
+    job as people start it, with launcher, coordinator and fork server counted in."""
+    found = [_memory_of_a_job(workers, work)]
+    for name in ("independent", "ddp"):
         group = ProcessGroup(name, work, keep_freed_memory=True, share_cores=True)
         try:
             group.start(workers, 1)
@@ -83,6 +88,26 @@ def memory(*, workers: int, work: Training = MEMORY_WORK) -> list[Footprint]:
         finally:
             group.stop()
     return found
+
+
+def _memory_of_a_job(workers: int, work: Training) -> Footprint:
+    with tempfile.TemporaryDirectory(prefix="memory-") as directory:
+        job = LocalJob(
+            Path(__file__).with_name("memory_loop.py"),
+            [work.model, str(work.batch), work.optimizer],
+            workers=workers,
+            directory=Path(directory) / "run",
+            options=["--threads", "1", "--quiet"],
+        )
+        job.start()
+        try:
+            job.wait_until(lambda: job.status().get("step", 0) >= _MEMORY_STEPS, timeout_s=300.0)
+            launcher = psutil.Process(job.process.pid)
+            pids = [launcher.pid, *(child.pid for child in launcher.children(recursive=True))]
+            return replace(footprint("shoal", pids), n_workers=workers)
+        finally:
+            job.process.kill()
+            job.process.communicate()
 
 
 def memory_table(found: Sequence[Footprint], work: Training) -> Table:
@@ -121,9 +146,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _all_training(chosen: argparse.Namespace, size: dict[str, Any], console: Console) -> list[dict[str, Any]]:
     found = []
-    allocators = [chosen.only_allocator == "on"] if chosen.only_allocator else [True, False]
-    for model, optimizer, keep_freed_memory in product(chosen.models, chosen.optimizers, allocators):
-        found.append(training(Training(model, BATCHES[model], optimizer), keep_freed_memory, **size))
+    allocators = [chosen.only_allocator] if chosen.only_allocator else ALLOCATORS
+    for model, optimizer, allocator in product(chosen.models, chosen.optimizers, allocators):
+        found.append(training(Training(model, BATCHES[model], optimizer), allocator, **size))
         console.print(
             _line(found[-1]), highlight=False, soft_wrap=True
         )  # a long run that is broken off has said what it knew
@@ -151,7 +176,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, default=1, help="cores, and threads, of each worker")
     parser.add_argument("--models", nargs="+", choices=BATCHES, default=DEFAULT_MODELS)
     parser.add_argument("--optimizers", nargs="+", choices=("sgd", "adamw"), default=("sgd", "adamw"))
-    parser.add_argument("--only-allocator", choices=("on", "off"), help="default: both")
+    parser.add_argument("--only-allocator", choices=ALLOCATORS, help="default: all of them")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--turn-s", type=float, default=0.5, help="how long the baseline's turn in a round lasts")
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
