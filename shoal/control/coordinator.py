@@ -315,6 +315,8 @@ class Coordinator:
             self._heard_launcher(host, "started", worker)
 
     def _heard_launcher(self, host: str, kind: str, body: Any) -> None:
+        if kind not in ("started", "gone", "evidence"):
+            return  # a launcher of a newer version says more than this one understands
         worker_id = body.worker_id
         if kind == "started":
             self._pids[worker_id] = body.pid

@@ -230,15 +230,20 @@ class _Source(Dataset[Any]):
         return request.split_index != self._newest_split[0]
 
 
-def _check_readable(dataset: Dataset[Any], pass_: Pass) -> None:
+def samples_in(dataset: Dataset[Any]) -> int:
+    """The length of a data set that can be read by index; DataUnusable for any other."""
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise DataUnusable(
-            f"pass {pass_.index}: {type(dataset).__name__} cannot be read by index, so that it cannot be split anew "
-            "when workers come and go; give a data set with __len__ and __getitem__"
+            f"{type(dataset).__name__} cannot be read by index, so that it cannot be split anew when workers come and "
+            "go; give a data set with __len__ and __getitem__"
         )
-    if len(dataset) != pass_.num_samples:
+    return len(dataset)
+
+
+def _check_readable(dataset: Dataset[Any], pass_: Pass) -> None:
+    if (now := samples_in(dataset)) != pass_.num_samples:
         raise DataUnusable(
-            f"pass {pass_.index}: {type(dataset).__name__} has {len(dataset)} samples now and had {pass_.num_samples} "
+            f"pass {pass_.index}: {type(dataset).__name__} has {now} samples now and had {pass_.num_samples} "
             "when the pass began; a data set must not change its length"
         )
 

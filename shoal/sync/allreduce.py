@@ -108,8 +108,8 @@ class AllReduce(Sync):
     def begin(self) -> None:
         self._lane.present[:] = 0
 
-    def weight(self, share: int, batch: int) -> float:
-        return share / batch
+    def weight(self, samples: int, share: int, batch: int) -> float:
+        return samples / batch
 
     def backward(self, loss: torch.Tensor, weight: float) -> None:
         for target in self._targets:
@@ -133,7 +133,7 @@ class AllReduce(Sync):
                 group.reduced()
                 norm = sum(group.words.value(slot, w.NORM) for slot in group.slots) ** 0.5
                 scale = min(1.0, verdict.clip_norm / (norm + 1e-6))
-            with _scaled(self._replica, verdict.learning_rate_factor):
+            with self._replica.rates_times(verdict.learning_rate_factor):
                 self._slice.step(seq, scale)
         if group.rank == 0:
             self._store_buffers(seq)
@@ -223,22 +223,3 @@ class AllReduce(Sync):
     def _load_buffers(self, seq: int) -> None:
         for places, flat in zip(self._arena.buffers, self._replica.buffers.gather(), strict=True):
             flat.copy_(places[seq & 1])
-
-
-class _scaled:
-    """The learning rates times a factor, for the length of one step: schedulers and the user keep seeing their own."""
-
-    def __init__(self, replica: Replica, factor: float) -> None:
-        self._groups = replica.optimizer.param_groups
-        self._factor = factor
-
-    def __enter__(self) -> None:
-        if self._factor != 1.0:
-            self._rates = [group["lr"] for group in self._groups]
-            for group in self._groups:
-                group["lr"] = group["lr"] * self._factor
-
-    def __exit__(self, *_: object) -> None:
-        if self._factor != 1.0:
-            for group, rate in zip(self._groups, self._rates, strict=True):
-                group["lr"] = rate

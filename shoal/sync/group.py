@@ -97,8 +97,8 @@ class Group:
         self._meet(w.REDUCED, None)
 
     def commit(self) -> bool:
-        """Commit step `seq + 1`; true if all members now move to a newer generation together. Changed: not
-        committed."""
+        """Commit step `seq + 1`; true if all members now move to a newer generation together. Changed: this worker does
+        not know whether it was committed; the next generation's COMMIT says."""
         words, step = self.words, tag(self.generation.number, self.seq + 1)
         words.put(self.slot, w.SEEN, self._notice.newest)
         fault_point("before_done")

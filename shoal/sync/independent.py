@@ -34,8 +34,8 @@ class Independent(Sync):
     def begin(self) -> None:
         self._replica.optimizer.zero_grad(set_to_none=True)
 
-    def weight(self, share: int, batch: int) -> float:
-        return 1.0
+    def weight(self, samples: int, share: int, batch: int) -> float:
+        return samples / share
 
     def prepare(self, group: Group, verdict: Verdict) -> float | None:
         self._verdict, self._attempted = verdict, group.seq + 1
@@ -53,7 +53,8 @@ class Independent(Sync):
             return
         if verdict.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(self._replica.model.parameters(), verdict.clip_norm)
-        self._replica.optimizer.step()
+        with self._replica.rates_times(verdict.learning_rate_factor):
+            self._replica.optimizer.step()
 
     def look(self, seq: int) -> None:
         pass

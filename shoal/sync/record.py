@@ -11,6 +11,7 @@ import struct
 from dataclasses import dataclass
 
 from shoal import errors
+from shoal.data.ledger import Cursor
 from shoal.sync.words import RECORD_BYTES
 
 _FORMAT = struct.Struct("<11Qd")
@@ -32,6 +33,10 @@ class Record:
     text_place: int = 0
     text_bytes: int = 0
     loss: float = math.nan
+
+    @property
+    def cursor(self) -> Cursor:
+        return Cursor(self.pass_index, self.epoch, self.position, self.step, self.samples)
 
 
 class Records:

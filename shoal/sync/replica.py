@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -85,6 +86,19 @@ class Replica:
         self.buffers = Buffers(model)
         self._digested: tuple[list[Any], int] = ([], 0)
         self._options_text = "[]"
+
+    @contextlib.contextmanager
+    def rates_times(self, factor: float) -> Iterator[None]:
+        """The learning rates times a factor, for one step; schedulers and the user keep seeing their own."""
+        groups = self.optimizer.param_groups
+        rates = [group["lr"] for group in groups] if factor != 1.0 else []
+        for group, rate in zip(groups, rates, strict=False):
+            group["lr"] = rate * factor
+        try:
+            yield
+        finally:
+            for group, rate in zip(groups, rates, strict=False):
+                group["lr"] = rate
 
     def options(self) -> list[dict[str, Any]]:
         """The hyperparameters of each parameter group, as far as they can be written down."""

@@ -46,8 +46,8 @@ class Sync(ABC):
         """Forget the gradients of an earlier attempt."""
 
     @abstractmethod
-    def weight(self, share: int, batch: int) -> float:
-        """The weight of a mean loss over `share` of the step's `batch` samples."""
+    def weight(self, samples: int, share: int, batch: int) -> float:
+        """The weight of a mean loss over `samples` of this worker's `share` of the step's `batch` samples."""
 
     def backward(self, loss: torch.Tensor, weight: float) -> None:
         """Compute the gradients of one micro-batch, times the weight."""

@@ -12,9 +12,8 @@ import platform
 import time
 from collections.abc import Sequence
 
+from shoal.control.membership import MAX_SLOTS
 from shoal.sync.memory import HostMemory, map_bytes
-
-MAX_SLOTS = 256
 
 # A slot's words, by index of 8 bytes within its cache line.
 BELL, ACK, READY, REDUCED, DONE, SEEN, OPTIONS, NAMES = range(8)
@@ -24,8 +23,10 @@ _LINE = 8
 WEIGHT, LOSS, NORM, METRICS = 0, 1, 2, 4
 MAX_METRICS = 28
 _VALUES = 32
+MAX_NAMES_BYTES = 4000
 
-_COMMIT, _LAYOUT = 0, 8
+_COMMIT, _LAYOUT, _NAMES_BYTES = 0, 8, 16
+_NAMES_AT = 64
 _SLOTS_AT = 4096
 _VALUES_AT = _SLOTS_AT + MAX_SLOTS * _LINE * 8
 _RECORD_AT = _VALUES_AT + MAX_SLOTS * _VALUES * 8
@@ -88,11 +89,21 @@ class Words:
     @property
     def layout(self) -> int:
         """Digest of the layout of the founders' model, 0 before there is one."""
-        return self._u64[_LAYOUT]
+        return self._u64[_LAYOUT // 8]
 
     @layout.setter
     def layout(self, value: int) -> None:
-        self._u64[_LAYOUT] = value
+        self._u64[_LAYOUT // 8] = value
+
+    @property
+    def names(self) -> bytes:
+        """The names of the metrics of the step in flight, as rank 0 has them. Read it between READY and DONE."""
+        return bytes(self._map[_NAMES_AT : _NAMES_AT + self._u64[_NAMES_BYTES // 8]])
+
+    @names.setter
+    def names(self, text: bytes) -> None:
+        self._map[_NAMES_AT : _NAMES_AT + len(text)] = text
+        self._u64[_NAMES_BYTES // 8] = len(text)
 
     def get(self, slot: int, word: int) -> int:
         return self._u64[_SLOTS_AT // 8 + slot * _LINE + word]

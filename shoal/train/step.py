@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 import zlib
@@ -90,8 +91,8 @@ class Stepper:
 
     def gradients(self, loss: torch.Tensor, attempt: Attempt, samples: int) -> None:
         """Add one micro-batch's gradients, weighted so that all workers' together are the global batch's."""
-        total = attempt.batch.hi - attempt.batch.lo
-        self._sync.backward(loss, self._sync.weight(samples, total) if self.is_mean else 1.0)
+        share, batch = attempt.hi - attempt.lo, attempt.batch.hi - attempt.batch.lo
+        self._sync.backward(loss, self._sync.weight(samples, share, batch) if self.is_mean else 1.0)
 
     def train(
         self, group: Group, record: Record, cursor: Cursor, pass_: Pass, attempt: Attempt
@@ -176,7 +177,15 @@ class Stepper:
         words.put(slot, w.OPTIONS, kind << 32 | self._replica.options_digest())
         if attempt is not None:
             names = sorted(attempt.metrics)
-            words.put(slot, w.NAMES, zlib.crc32("\0".join(names).encode()) if names else 0)
+            text = json.dumps(names).encode()
+            if len(names) > w.MAX_METRICS or len(text) > w.MAX_NAMES_BYTES:
+                raise errors.SettingsContradict(
+                    f"{len(names)} metrics with names of {len(text)} bytes in one step: at most {w.MAX_METRICS}, with "
+                    f"{w.MAX_NAMES_BYTES} bytes, are averaged; leave some out"
+                )
+            words.put(slot, w.NAMES, zlib.crc32(text) if attempt.counted else 0)
+            if group.rank == 0 and text != words.names:
+                words.names = text
             words.set_value(slot, w.WEIGHT, attempt.counted)
             words.set_value(slot, w.LOSS, attempt.loss)
             for index, name in enumerate(names):
@@ -201,10 +210,13 @@ class Stepper:
 
     def _tally(self, group: Group, attempt: Attempt) -> Tally:
         """Everybody's losses and metrics, read while nobody can move on."""
-        words, names = group.words, sorted(attempt.metrics)
+        words = group.words
+        names: list[str] = json.loads(words.names)  # rank 0's: a worker with an empty share has none of its own
         samples = sum(words.value(slot, w.WEIGHT) for slot in group.slots) or 1.0
         losses = [words.value(slot, w.LOSS) for slot in group.slots]
-        sums = [words.values(slot, w.METRICS, len(names)) for slot in group.slots]
+        # A slot whose worker counted nothing has not written its values.
+        counted = [slot for slot in group.slots if words.value(slot, w.WEIGHT)]
+        sums = [words.values(slot, w.METRICS, len(names)) for slot in counted]
         metrics = {name: sum(values[index] for values in sums) / samples for index, name in enumerate(names)}
         loss = sum(losses) / samples
         return Tally(loss, metrics, losses, math.isfinite(loss))

@@ -26,7 +26,7 @@ from shoal.control.rundir import RunDir, default_path
 from shoal.control.timeouts import Timeouts
 from shoal.data import ledger
 from shoal.data.audit import AuditWriter, declare
-from shoal.data.batches import Fetched, Loader
+from shoal.data.batches import Fetched, Loader, samples_in
 from shoal.data.ledger import Cursor, Pass
 from shoal.errors import Changed
 from shoal.metrics import fault_point
@@ -201,7 +201,7 @@ class Worker:
         self._need_attached("batches")
         pass_ = Pass(
             self._passes,
-            len(dataset),  # type: ignore[arg-type]  # map-style data has a length; Loader says so if not
+            samples_in(dataset),
             epochs,
             seed,
             shuffle,
@@ -374,8 +374,7 @@ class Worker:
         return following is None or following.epoch > self._record.epoch
 
     def _cursor(self, pass_: Pass) -> Cursor:
-        r = self._record
-        return ledger.begin(Cursor(r.pass_index, r.epoch, r.position, r.step, r.samples), pass_.index)
+        return ledger.begin(self._record.cursor, pass_.index)
 
     # Between generations.
 

@@ -14,11 +14,11 @@ from torch import nn
 
 from shoal.control.membership import Generation, Member
 from shoal.data.audit import AuditWriter
-from shoal.data.ledger import Cursor, GlobalBatch, Pass, micro, split
+from shoal.data.ledger import GlobalBatch, Pass, micro, split
 from shoal.sync.allreduce import AllReduce
 from shoal.sync.group import Group, Notice
 from shoal.sync.memory import create
-from shoal.sync.record import Record, Records
+from shoal.sync.record import Records
 from shoal.sync.replica import Replica
 from shoal.sync.sync import Sync
 from shoal.sync.words import Words
@@ -70,6 +70,7 @@ class ThreadWorker:
         )
         self.slot = slot
         self.reports: list[StepReport] = []
+        self.metrics: dict[str, Callable[[torch.Tensor], float]] = {}
 
     def enter(self, number: int, slots: Sequence[int]) -> None:
         members = tuple(Member(f"w{slot}", slot, "here") for slot in slots)
@@ -94,9 +95,9 @@ class ThreadWorker:
             attempt.ids.append(np.array(ids[start:end], dtype=np.int64))
             if len(mine) and (value := loss(self.model, mine)) is not None:
                 self.stepper.gradients(value, attempt, len(mine))
-                attempt.add(len(mine), value.item() / (1 if self.stepper.is_mean else len(mine)), {})
-        r = self.record
-        cursor = Cursor(r.pass_index, r.epoch, r.position, r.step, r.samples)
+                mean = value.item() / (1 if self.stepper.is_mean else len(mine))
+                attempt.add(len(mine), mean, {name: measure(mine) for name, measure in self.metrics.items()})
+        cursor = self.record.cursor
         pass_ = Pass(0, 10**6, 10**6, 0, True, False, len(ids), None, accumulate)
         report, _ = self.stepper.train(self.group, self.record, cursor, pass_, attempt)
         assert report is not None
@@ -136,6 +137,3 @@ class Host:
 
 def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
-
-
-__all__ = ["Host", "Record", "SharedMemory", "ThreadWorker", "state_of"]

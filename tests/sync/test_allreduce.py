@@ -598,3 +598,39 @@ def test_a_backward_of_the_users_own_does_not_touch_the_lane(tmp_path: Path, mon
     for ids in BATCHES[:3]:
         worker.step(ids, penalized)
     same(state_of(model), wanted)
+
+
+def test_metrics_are_averaged_over_samples_and_known_to_a_worker_with_an_empty_share(tmp_path: Path) -> None:
+    host = Host(tmp_path)
+    workers = [
+        ThreadWorker(host, slot, m, optim.SGD(m.parameters(), lr=0.1)) for slot, m in enumerate([mlp(), mlp(), mlp()])
+    ]
+    for worker in workers:
+        worker.metrics = {"id": lambda ids: ids.double().mean().item()}
+    host.together(workers, lambda one: one.enter(1, range(3)))
+    for ids in ([3, 9], [1, 2, 6, 7]):
+        for report in host.together(workers, lambda one, ids=ids: one.step(ids, mean_loss)):
+            assert report.metrics == {"id": pytest.approx(sum(ids) / len(ids))}
+
+
+def test_more_metrics_than_there_is_room_for_are_refused(tmp_path: Path) -> None:
+    model = mlp()
+    worker = ThreadWorker(Host(tmp_path), 0, model, optim.SGD(model.parameters(), lr=0.1))
+    worker.metrics = {f"metric {index}": lambda ids: 1.0 for index in range(40)}
+    worker.enter(1, (0,))
+    with pytest.raises(errors.SettingsContradict, match="40 metrics"):
+        worker.step(BATCHES[0], mean_loss)
+
+
+def test_independent_workers_accumulate_and_scale_their_rate_too(tmp_path: Path) -> None:
+    host = Host(tmp_path)
+    models = [mlp(), mlp()]
+    policy = Policy(schedule=LinearScaling())
+    workers = [
+        ThreadWorker(host, slot, m, optim.SGD(m.parameters(), lr=0.05), sync=Independent(), policy=policy)
+        for slot, m in enumerate(models)
+    ]
+    host.together(workers, lambda one: one.enter(1, (0, 1)))
+    host.together(workers, lambda one: one.step(BATCHES[0], mean_loss, accumulate=3))
+    plain = mlp()
+    same(state_of(models[0]), alone(plain, optim.SGD(plain.parameters(), lr=0.1), batches=[BATCHES[0][:7]]))
