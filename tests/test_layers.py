@@ -13,7 +13,7 @@ import shoal
 
 ROOT = Path(shoal.__file__).parent
 LAYERS = [
-    ("errors", "metrics"),
+    ("errors", "metrics", "process"),
     ("data",),
     ("control",),
     ("sync",),

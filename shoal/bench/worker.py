@@ -6,21 +6,18 @@ is answered with the seconds that `steps` took; None ends the process. Between c
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import sys
 import time
 from multiprocessing.connection import Connection
 
 from shoal.bench.bodies import body
+from shoal.process import die_with
 from shoal.sync.memory import keep_freed_memory
-
-_PR_SET_PDEATHSIG = 1
 
 
 def main(descriptor: int) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with(os.getppid())
     runner = Connection(descriptor)
     setup, cores = runner.recv()
     # Before torch is imported: its threads inherit the cores, and every block it ever frees is kept.

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import ctypes
 import json
 import logging
 import math
@@ -33,6 +32,7 @@ from shoal.control.rundir import RunDir
 from shoal.control.timeouts import Timeouts
 from shoal.errors import SettingsContradict, ShoalError
 from shoal.metrics import EventLog
+from shoal.process import die_with
 
 OnError = Literal["stop", "relaunch"]
 Event = Callable[[Membership, float], Outcome]
@@ -538,14 +538,6 @@ class EmbeddedCoordinator:
         self._started.set()
 
 
-def _die_with_parent(parent: int | None) -> None:
-    """SIGKILL this process when the thread that started it ends; exit now if `parent` already has."""
-    PR_SET_PDEATHSIG = 1
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if parent is not None and os.getppid() != parent:
-        sys.exit("the process that started the coordinator has ended")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m shoal.control.coordinator", description=__doc__.split("\n")[0])
     parser.add_argument("--dir", required=True, help="the run directory")
@@ -556,7 +548,7 @@ def main() -> None:
     parser.add_argument("--on-error", choices=get_args(OnError), default="stop", help="when a worker's code raises")
     parser.add_argument("--parent", type=int, help="the pid that started this; exit if it is not the parent")
     options = parser.parse_args()
-    _die_with_parent(options.parent)
+    die_with(options.parent if options.parent is not None else os.getppid())
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
 
     async def serve() -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import random
 import signal
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,8 +27,8 @@ from torch.utils.data import (
 from shoal.data import ledger
 from shoal.data.ledger import Cursor, GlobalBatch, Ids, Pass
 from shoal.errors import DataUnusable, SettingsContradict
+from shoal.process import die_with
 
-_PR_SET_PDEATHSIG = 1
 _NO_IDS: Ids = np.empty(0, np.int64)
 
 
@@ -278,12 +276,7 @@ def _as_is(read: Any) -> Any:
 
 def _enter_loader_process(parent_pid: int, in_child: Callable[[], None] | None, loader_index: int) -> None:
     """Tie this process's life to the worker's, and let go of what it inherited."""
-    if sys.platform == "linux":
-        if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-        # The parent may have died before the request was in place.
-        if os.getppid() != parent_pid:
-            os._exit(1)
+    die_with(parent_pid)
     if in_child is not None:
         in_child()
     # An interrupt from the keyboard reaches the whole group of processes; the worker decides what becomes of it.

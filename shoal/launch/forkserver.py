@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import importlib
@@ -38,18 +37,10 @@ from typing import Any
 
 from shoal import errors
 from shoal.launch.launcher import Exit
+from shoal.process import die_with
 
 PACKET_BYTES = 256 * 1024  # more than a socket of this kind takes in one packet by default
 _TRACEBACK_CHARACTERS = 16_000
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-def die_with(parent_pid: int) -> None:
-    """Ask the kernel to kill this process when its parent ends, however the parent ends."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:  # it ended before the kernel knew of the wish
-        os._exit(1)
 
 
 @dataclass(frozen=True)
