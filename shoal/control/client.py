@@ -72,7 +72,7 @@ class Link:
         self._opening = opening
         self._hear = hear
         self._beat = beat
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the handler of a signal may speak while the thread it interrupts does
         self._kept: dict[str, Any] = {}
         self._once: list[Any] = []
         self._outbox: queue.SimpleQueue[Any] | None = None

@@ -248,7 +248,7 @@ def on_finished(membership: Membership, worker_id: str) -> Outcome:
     instructions: list[Instruction] = [Log("finished", worker_id)]
     if not membership.finishing:
         membership = replace(membership, finishing=True)
-        instructions.append(SetTarget(membership.target, finishing=True))
+        instructions.append(SetTarget(_processes(membership), finishing=True))
     membership, leaving = on_leave(membership, worker_id, "finished")
     return membership, [*instructions, *leaving]
 
@@ -272,7 +272,7 @@ def on_gone(membership: Membership, worker_id: str, clean: bool, reason: str = "
 def on_roster(membership: Membership, host: str, live: Iterable[str]) -> Outcome:
     """The launcher of `host` is here (again) and says which of its workers live; the others died unheard."""
     alive = set(live)
-    instructions: list[Instruction] = [SetTarget(membership.target, membership.finishing)]
+    instructions: list[Instruction] = []
     for worker in membership.workers:
         if not worker.launched or worker.member.host != host:
             continue
@@ -282,7 +282,7 @@ def on_roster(membership: Membership, host: str, live: Iterable[str]) -> Outcome
             instructions += more
         elif worker.fenced:
             instructions.append(Fence(worker.worker_id, worker.fenced))
-    return membership, instructions
+    return membership, [*instructions, SetTarget(_processes(membership), membership.finishing)]
 
 
 def on_scale(membership: Membership, target: int) -> Outcome:
@@ -296,7 +296,7 @@ def on_scale(membership: Membership, target: int) -> Outcome:
     membership = replace(membership, target=target)
     if membership.newest is None:
         membership = replace(membership, founders=target)
-    instructions: list[Instruction] = [Log("scaled", "", text), SetTarget(target, membership.finishing)]
+    instructions: list[Instruction] = [Log("scaled", "", text), SetTarget(_processes(membership), membership.finishing)]
     active = membership.in_state(State.JOINING, State.WARM, State.MEMBER)
     # Those who have contributed least go first: not yet warm, not yet members, then the newest members.
     newest = active[::-1]
@@ -312,7 +312,7 @@ def on_scale(membership: Membership, target: int) -> Outcome:
 def on_stop(membership: Membership, at_once: bool) -> Outcome:
     """End the job: every worker is drained, or told Bye `at_once` when there is nothing left to agree on."""
     membership = replace(membership, finishing=True)
-    instructions: list[Instruction] = [SetTarget(membership.target, finishing=True)]
+    instructions: list[Instruction] = [SetTarget(_processes(membership), finishing=True)]
     for worker in membership.workers:
         if worker.state is State.PARTED:
             continue
@@ -438,6 +438,11 @@ def newest_for(membership: Membership, known: int) -> Generation | None:
     if newest is None or newest.number <= known:
         return newest
     return replace(newest, fault=membership.last_fault > known)
+
+
+def _processes(membership: Membership) -> int:
+    """How many processes the launcher should have now: those who are leaving still count as theirs."""
+    return membership.target + len(membership.in_state(State.LEAVING, State.PARTED))
 
 
 def _can_found(membership: Membership) -> bool:

@@ -160,7 +160,7 @@ def audit(directory: Path, committed_seq: int | None) -> AuditReport:
     if len(lines) > _LINES_SHOWN:
         lines = [*lines[:_LINES_SHOWN], f"and {len(lines) - _LINES_SHOWN:,} more"]
     return AuditReport(
-        steps=len(np.unique(records["seq"])),
+        steps=len(np.unique(records["seq"][records["step_hi"] > records["step_lo"]])),  # an edit uses no samples
         samples=int((records["hi"] - records["lo"]).sum()),
         lost=findings.lost,
         repeated=findings.repeated,
@@ -251,11 +251,15 @@ def _epochs(
 
 
 def _next_size(records: Records, here: npt.NDArray[np.intp]) -> int:
-    """How many workers the step after this epoch had: they were the ones who dropped its ragged end."""
-    after = int(here.max(initial=-1)) + 1
-    if after == len(records):
+    """How many workers dropped an epoch's ragged end: those of its last step, or a larger group after it."""
+    last = int(here.max(initial=-1))
+    if last < 0:
         return 1
-    return int(np.searchsorted(records["seq"], records["seq"][after], side="right")) - after
+    size = last + 1 - int(np.searchsorted(records["seq"], records["seq"][last], side="left"))
+    if last + 1 == len(records):
+        return size
+    after = int(np.searchsorted(records["seq"], records["seq"][last + 1], side="right")) - last - 1
+    return max(size, after)
 
 
 def _check_digests(pass_: Pass, epoch: int, records: Records, findings: _Findings) -> None:

@@ -47,9 +47,9 @@ class Pass:
         if self.accumulate < 1:
             raise self._unusable(f"accumulate is {self.accumulate}", "ask for 1 or more")
         if (self.global_batch is None) == (self.worker_batch is None):
-            both = f"global_batch is {self.global_batch} and worker_batch is {self.worker_batch}"
+            both = f"global_batch is {self.global_batch} and batch_size is {self.worker_batch}"
             raise self._unusable(both, "set exactly one of them")
-        name, batch = ("global_batch", self.global_batch) if self.global_batch else ("worker_batch", self.worker_batch)
+        name, batch = ("global_batch", self.global_batch) if self.global_batch else ("batch_size", self.worker_batch)
         if batch is None or batch < 1:
             raise self._unusable(f"the batch is {batch or 0} samples", "ask for 1 or more")
         if batch > self.num_samples:

@@ -234,7 +234,7 @@ def _become(request: Request, channel: int) -> None:
     os.close(log)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    faulthandler.enable()
+    faulthandler.enable(all_threads=False)
     os.environ.update(request.env, SHOAL_CHANNEL_FD=str(channel))
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # or every worker would draw the server's numbers

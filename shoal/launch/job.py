@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from shoal import errors
@@ -127,6 +128,15 @@ def _status(returncode: int) -> tuple[int | None, int | None]:
     return (returncode, None) if returncode >= 0 else (None, -returncode)
 
 
+def clear_shared_memory(loaders: Path) -> None:
+    """Remove what loader processes that were killed have left in /dev/shm: torch names a piece after its maker, and
+    takes the name away at once, unless it is killed in between. All of them are dead by now."""
+    pids = loaders.read_text().split() if loaders.exists() else []
+    for pid in pids:
+        for left in Path("/dev/shm").glob(f"torch_{pid}_*"):
+            left.unlink(missing_ok=True)
+
+
 class Job:
     """Keeps as many workers as the coordinator wants, tells it of every death, and ends when the job does.
 
@@ -232,6 +242,7 @@ class Job:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._launcher.close()
+        clear_shared_memory(self._run_dir.path / "loaders")
         if self._link is not None:
             await asyncio.to_thread(self._link.close)  # delivers the last deaths
         await self._coordinator.close(self._timeouts.budget_s)
@@ -329,8 +340,6 @@ class Job:
                 self._start_after(decision.delay_s)
             elif isinstance(decision, GiveUp):
                 reason = f"{decision.reason}; the last was {exit.worker_id} ({exit}), logs are in {self._run_dir.logs}"
-                if exit.signal == signal.SIGSEGV:
-                    reason += "; parameters are read-only between steps: write to them inside `with worker.edit()`"
                 return self._end(Ending(error=errors.RestartBudgetSpent(reason)), self._timeouts.budget_s)
         if self._live or self._starting or self._delayed:
             return

@@ -6,6 +6,7 @@ and the policy below stay as they are.
 
 from __future__ import annotations
 
+import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -117,6 +118,11 @@ def ends_job(exit: Exit, failure: Failure | None, on_error: OnError) -> errors.S
         if isinstance(error, errors.ScriptFailed):
             return error if on_error == "stop" else None
         return error if isinstance(error, errors.UserMistake) else None
+    if exit.signal == signal.SIGSEGV and on_error == "stop":
+        return errors.ScriptFailed(
+            f"{exit.worker_id} ended with {exit}; its log says at which line. Parameters are read-only between steps: "
+            f"write to them inside `with worker.edit():`"
+        )
     if exit.exit_code is not None and on_error == "stop":
         return errors.ScriptFailed(f"{exit.worker_id} ended with {exit}; its log says why")
     return None

@@ -15,7 +15,7 @@ from shoal.sync import words as w
 from shoal.sync.arena import Arena, shaped
 from shoal.sync.group import Group
 from shoal.sync.layout import plan
-from shoal.sync.memory import HostMemory
+from shoal.sync.memory import HostMemory, OwnMemory
 from shoal.sync.replica import Replica, raw_bytes
 from shoal.sync.slices import Slice
 from shoal.sync.straight import Target, redirect
@@ -37,9 +37,13 @@ class AllReduce(Sync):
         self._words = words
         self._arena = Arena(layout, memory)
         self._lane = self._arena.lane(slot)
-        self._views = [self._arena.views(parity) for parity in (0, 1)]
+        # A worker that is alone is told of a stray write by the step; with others it must not happen at all.
+        self._alone = isinstance(memory, OwnMemory)
+        self._views = [self._arena.views(parity, writable=self._alone) for parity in (0, 1)]
+        self._versions: list[int] = []
         self._frozen_shown: int | None = None
         self._group: Group | None = None
+        self._open = False
         for index, parameter in enumerate(self._parameters):
             trained = parameter.requires_grad
             parameter.requires_grad_(True)  # a frozen parameter may be unfrozen later, and takes no hook while frozen
@@ -51,6 +55,8 @@ class AllReduce(Sync):
         view, mark = self._lane.views[index], self._mark(index)
 
         def to_lane(parameter: torch.Tensor) -> None:
+            if not self._open:
+                return  # a backward of the user's own, whose gradients are the user's
             gradient = parameter.grad
             parameter.grad = None
             if gradient is None:
@@ -83,7 +89,11 @@ class AllReduce(Sync):
         index = next((i for i, one in enumerate(self._parameters) if one is parameter), None)
         if index is None or not self._lane.views[index].is_contiguous():
             return None
-        return Target(self._lane.views[index], self._mark(index))
+        return Target(self._parameters[index], self._lane.views[index], self._mark(index))
+
+    @property
+    def layout_digest(self) -> int:
+        return self._arena.layout.digest & 0xFFFFFFFF
 
     def enter(self, group: Group) -> None:
         self._group = group
@@ -98,7 +108,7 @@ class AllReduce(Sync):
             return
         seq = group.seq + 1
         parity = seq & 1
-        for view, parameter in zip(self._arena.writable_views(parity), self._parameters, strict=True):
+        for view, parameter in zip(self._arena.views(parity, writable=True), self._parameters, strict=True):
             view.copy_(parameter.detach())
         self._store_frozen(seq, 0)
         self._found_state(parity)
@@ -107,24 +117,41 @@ class AllReduce(Sync):
 
     def begin(self) -> None:
         self._lane.present[:] = 0
+        if self._alone:
+            self._check_unwritten()
+
+    def _check_unwritten(self) -> None:
+        for parameter, version in zip(self._parameters, self._versions, strict=False):
+            if parameter._version != version:
+                raise errors.ModelUnusable(
+                    f"{self._replica.names[id(parameter)]} was written to in place between two steps: do that inside "
+                    f"`with worker.edit():`, or other workers will not see it"
+                )
 
     def weight(self, samples: int, share: int, batch: int) -> float:
         return samples / batch
 
     def backward(self, loss: torch.Tensor, weight: float) -> None:
-        for target in self._targets:
-            target.open = True
+        for parameter in self._parameters:
+            parameter.grad = None  # what a backward of the user's own has left is not this step's
+        self._set_open(True)
         try:
             super().backward(loss, weight)
         finally:
-            for target in self._targets:
-                target.open = False
+            self._set_open(False)
+
+    def _set_open(self, open_: bool) -> None:
+        """Gradients go to the lane while the step's own backward runs."""
+        self._open = open_
+        for target in self._targets:
+            target.open = open_
 
     def prepare(self, group: Group, verdict: Verdict) -> float | None:
         seq = group.seq + 1
         norm = None
         if not verdict.apply:
             self._slice.carry(seq)
+            self._load_buffers(group.seq)  # those of the forward that went wrong are not kept either
         else:
             self._slice.plan(seq)
             scale = None
@@ -183,6 +210,8 @@ class AllReduce(Sync):
     def _show(self, seq: int) -> None:
         for parameter, view in zip(self._parameters, self._views[seq & 1], strict=True):
             parameter.data = view
+        if self._alone:
+            self._versions = [parameter._version for parameter in self._parameters]
         place = int(self._arena.frozen_place[seq & 1][0])
         if place != self._frozen_shown:
             self._frozen_shown = place

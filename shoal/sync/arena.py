@@ -69,30 +69,23 @@ class Arena:
         ]
         self._lanes: dict[int, Lane] = {}
 
-    def views(self, parity: int) -> list[torch.Tensor]:
-        """The optimizer's parameters, in the layout's order, as read-only tensors of their own shapes."""
+    def views(self, parity: int, *, writable: bool) -> list[torch.Tensor]:
+        """The optimizer's parameters, in the layout's order, as tensors of their own shapes."""
         views: list[torch.Tensor] = []
         for s, segment in enumerate(self.layout.segments):
-            flat = self._tensor(("parameters", str(s), str(parity)), segment.dtype, segment.numel, writable=False)
+            flat = self._tensor(("parameters", str(s), str(parity)), segment.dtype, segment.numel, writable=writable)
             views.extend(shaped(flat, tensor) for tensor in segment.tensors)
         return views
 
-    def writable_views(self, parity: int) -> list[torch.Tensor]:
-        """The optimizer's parameters as tensors that can be written to: for the first state of a model."""
-        return [
-            shaped(self.parameters[s][parity], tensor)
-            for s, segment in enumerate(self.layout.segments)
-            for tensor in segment.tensors
-        ]
-
     def frozen_views(self, place: int, *, writable: bool) -> list[torch.Tensor]:
         """The parameters outside the optimizer."""
-        views = []
-        for dtype, tensor in zip(self.layout.frozen_dtypes, self.layout.frozen, strict=True):
-            region = ("frozen", str(dtype), str(place))
-            flat = self._tensor(region, dtype, tensor.offset + tensor.numel, writable=writable)
-            views.append(shaped(flat, tensor))
-        return views
+        sizes = _frozen_sizes(self.layout)
+        flat = {
+            dtype: self._tensor(("frozen", str(dtype), str(place)), dtype, numel, writable=writable)
+            for dtype, numel in sizes.items()
+        }
+        pairs = zip(self.layout.frozen_dtypes, self.layout.frozen, strict=True)
+        return [shaped(flat[dtype], tensor) for dtype, tensor in pairs]
 
     def lane(self, slot: int) -> Lane:
         """The lane of a slot; its memory is taken when it is first used."""
@@ -168,8 +161,12 @@ def _regions(layout: Layout) -> Iterator[tuple[tuple[str, ...], int]]:
         yield ("frozen_place", k), 1
         for i, (dtype, numel) in enumerate(layout.buffers):
             yield ("buffers", str(i), k), numel * element_bytes(dtype)
-        sizes: dict[torch.dtype, int] = {}
-        for dtype, tensor in zip(layout.frozen_dtypes, layout.frozen, strict=True):
-            sizes[dtype] = (tensor.offset + tensor.numel) * element_bytes(dtype)
-        for dtype, size_bytes in sizes.items():
-            yield ("frozen", str(dtype), k), size_bytes
+        for dtype, numel in _frozen_sizes(layout).items():
+            yield ("frozen", str(dtype), k), numel * element_bytes(dtype)
+
+
+def _frozen_sizes(layout: Layout) -> dict[torch.dtype, int]:
+    """Elements of each dtype outside the optimizer."""
+    return {
+        dtype: tensor.offset + tensor.numel for dtype, tensor in zip(layout.frozen_dtypes, layout.frozen, strict=True)
+    }

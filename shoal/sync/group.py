@@ -29,6 +29,7 @@ class Notice:
         self.newest = 0  # number of the newest generation
         self.fault = 0  # number of the newest generation that followed a death
         self.awaited: int | None = None  # slot the training thread waits for
+        self.awaited_id = ""  # and who has it, in the generation that the wait belongs to
         self.awaited_since_s = 0.0
         self.ends_at = 0  # the wait ends when `fault` (or, while entering, `newest`) is above this
         self.entering = False
@@ -60,6 +61,7 @@ class Group:
         self.slots = [member.slot for member in generation.members]
         self.slot = self.slots[self.rank]
         self._others = [slot for slot in self.slots if slot != self.slot]
+        self._ids = {member.slot: member.worker_id for member in (*generation.members, *generation.leavers)}
         self._notice = notice
         self._spin_s = SPIN_S if spin else 0.0
         self.seq = 0  # of the newest commit, known once entered
@@ -125,7 +127,8 @@ class Group:
         """Until the slot's word is `value` (or above it). Changed when that can no longer be."""
         words, notice, number = self.words, self._notice, self.generation.number
         began_s = w.now_s()
-        notice.ends_at, notice.awaited_since_s, notice.awaited = number, time.monotonic(), slot
+        notice.ends_at, notice.awaited_since_s = number, time.monotonic()
+        notice.awaited_id, notice.awaited = self._ids[slot], slot
         try:
             while True:
                 bell = words.bell(slot)

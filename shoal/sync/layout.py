@@ -111,7 +111,9 @@ def _segment(replica: Replica, group: int, dtype: torch.dtype, members: list[nn.
     tensors: list[TensorPlan] = []
     planes: dict[str, torch.dtype] = {}
     offset = 0
-    common = states_of(replica.optimizer, group, members[0], (4, 4)) if unit == "element" else None
+    # Of a parameter with dimensions, where there is one: of a single number, planes and scalars look alike.
+    example = next((parameter for parameter in members if parameter.dim() > 0), members[0])
+    common = states_of(replica.optimizer, group, example, (4, 4)) if unit == "element" else None
     for parameter in members:
         shape = tuple(parameter.shape)
         states = common if common is not None else states_of(replica.optimizer, group, parameter, shape)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import array
 import ctypes
-import errno
 import json
 import mmap
 import os
@@ -56,14 +55,17 @@ def create(name: str, size_bytes: int, limit_bytes: int | None = None) -> int:
     )
     if size_bytes > free:
         raise errors.OutOfSharedMemory(message)
-    fd = os.memfd_create(f"shoal-{name}", os.MFD_CLOEXEC)
+    try:
+        fd = os.memfd_create(f"shoal-{name}", os.MFD_CLOEXEC)
+    except OSError as problem:
+        raise errors.OutOfSharedMemory(
+            f"the arena's {name} cannot be made: {problem.strerror}; see ulimit -n"
+        ) from problem
     try:
         os.posix_fallocate(fd, 0, size_bytes)
     except OSError as problem:
         os.close(fd)
-        if problem.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
-            raise errors.OutOfSharedMemory(message) from problem
-        raise
+        raise errors.OutOfSharedMemory(f"{message} ({problem.strerror})") from problem
     return fd
 
 

@@ -111,7 +111,8 @@ def _options(optimizer: Optimizer, group: int) -> str:
 
 def _twin_of_group(optimizer: Optimizer, group: int, parameters: Sequence[nn.Parameter]) -> Optimizer:
     twin = twin_of(optimizer, [parameters if index == group else [] for index in range(len(optimizer.param_groups))])
-    given = next((p for p in optimizer.param_groups[group]["params"] if optimizer.state.get(p)), None)
+    stateful = [p for p in optimizer.param_groups[group]["params"] if optimizer.state.get(p)]
+    given = next((p for p in stateful if p.dim() > 0), stateful[0] if stateful else None)
     if given is not None:  # some optimizers (Adagrad) make their state when they are built
         for parameter in parameters:
             twin.state[parameter] = {
@@ -154,6 +155,9 @@ def _try(
                 piece = slice(lo, min(lo + pieces, flat.numel()))
                 cut.append((shape, piece, nn.Parameter(flat[piece].clone())))
     twin = _twin_of_group(optimizer, group, [parameter for _, _, parameter in cut])
+    for options in twin.param_groups:
+        if "lr" in options:  # at the user's own, a schedule's warm-up may hide what the step does
+            options["lr"] = torch.full_like(options["lr"], 1e-2) if isinstance(options["lr"], torch.Tensor) else 1e-2
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(17)
         for step in range(_STEPS):

@@ -6,6 +6,7 @@ import contextlib
 import json
 import zlib
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -84,6 +85,7 @@ class Replica:
         self.names = names
         self.frozen = [(name, p) for name, p in parameters.items() if id(p) not in stepped]
         self.buffers = Buffers(model)
+        self._sizes = [len(group["params"]) for group in optimizer.param_groups]
         self._digested: tuple[list[Any], int] = ([], 0)
         self._options_text = "[]"
 
@@ -109,6 +111,10 @@ class Replica:
 
     def options_digest(self) -> int:
         """Equal on workers whose hyperparameters are. Worked out anew only when one has changed."""
+        if [len(group["params"]) for group in self.optimizer.param_groups] != self._sizes:
+            raise errors.OptimizerUnusable(
+                "the optimizer's parameter groups changed after attach(): add all of them before"
+            )
         values = [value for group in self.optimizer.param_groups for key, value in group.items() if key != "params"]
         if any(isinstance(value, torch.Tensor) for value in values):
             values = []  # a tensor may have changed in place
@@ -148,8 +154,8 @@ def _plain(value: Any) -> Any:
         return value.item() if value.numel() == 1 else None
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, dict):  # as pairs: JSON would make strings of keys that are numbers
+        return {"pairs": [[_plain(key), _plain(item)] for key, item in value.items()]}
     return value if isinstance(value, (bool, int, float, str)) else None
 
 
@@ -159,6 +165,12 @@ def _like(current: Any, value: Any) -> Any:
         return current
     if isinstance(current, torch.Tensor):
         return torch.full_like(current, value)
-    if isinstance(current, tuple):
-        return tuple(value)
+    if isinstance(value, dict):
+        pairs = {
+            key: _like(current.get(key) if isinstance(current, dict) else None, item) for key, item in value["pairs"]
+        }
+        return type(current)(pairs) if isinstance(current, dict) else pairs
+    if isinstance(value, list):
+        items = [_like(was, item) for was, item in zip_longest(current or (), value)][: len(value)]
+        return tuple(items) if isinstance(current, tuple) else items
     return value

@@ -104,7 +104,8 @@ class Slice:
                 fault_point("reduce")
             if run.lanes:
                 gradient = self._reduced(index, run)
-                total += float(torch.sum(torch.mul(gradient, gradient), dtype=torch.float64).real)
+                wide = gradient.float() if gradient.element_size() < 4 else gradient  # small squares would vanish
+                total += float(torch.linalg.vector_norm(wide)) ** 2
         return total
 
     def step(self, seq: int, scale: float | None) -> None:

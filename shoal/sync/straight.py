@@ -20,8 +20,9 @@ SMALLEST = 1_000_000
 class Target:
     """A place in the lane for one weight. It belongs to one model: copies and pickles of that model come without it."""
 
-    def __init__(self, view: torch.Tensor, mark: Callable[[], bool]) -> None:
+    def __init__(self, parameter: torch.Tensor, view: torch.Tensor, mark: Callable[[], bool]) -> None:
         """`mark()` says that the tensor gets a gradient; whether it had one already in this step."""
+        self.parameter = parameter
         self.view = view
         self.mark = mark
         self.open = False  # only while the step's own backward runs; any other backward is the user's business
@@ -70,7 +71,10 @@ class Linear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         target = self.shoal_target
-        if target is None or not _plain(input, self.weight):
+        # Another weight may stand in for a call (functional_call), and hooks want to see the gradient.
+        if target is None or self.weight is not target.parameter or self.weight._backward_hooks:
+            return F.linear(input, self.weight, self.bias)
+        if not _plain(input, self.weight):
             return F.linear(input, self.weight, self.bias)
         output: torch.Tensor = _Straight.apply(input, self.weight, self.bias, target)  # type: ignore[no-untyped-call]
         return output

@@ -33,6 +33,11 @@ class Sync(ABC):
     def bind(self, replica: Replica, memory: HostMemory, words: Words, slot: int) -> None:
         """Take over the model and the optimizer. Errors in them show here."""
 
+    @property
+    def layout_digest(self) -> int:
+        """Of 32 bits: equal on workers whose models have the same tensors. Zero where that does not matter."""
+        return 0
+
     @abstractmethod
     def enter(self, group: Group) -> None:
         """Take part in a generation; the model becomes the state of commit `group.seq`, if there is one."""

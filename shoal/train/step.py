@@ -15,7 +15,7 @@ import torch
 
 from shoal import errors
 from shoal.data.audit import AuditWriter, digest
-from shoal.data.ledger import Cursor, GlobalBatch, Pass, advance, split
+from shoal.data.ledger import Cursor, GlobalBatch, Pass, advance, split, take
 from shoal.metrics import fault_point
 from shoal.sync import words as w
 from shoal.sync.group import Group
@@ -85,6 +85,7 @@ class Policy:
 class Stepper:
     def __init__(self, sync: Sync, replica: Replica, records: Records, audit: AuditWriter, policy: Policy) -> None:
         self._sync, self._replica, self._records, self._audit, self._policy = sync, replica, records, audit, policy
+        self._policy_digest = zlib.crc32(repr(policy).encode())
         self._text = b""
         self.pending: StepReport | None = None
         self.is_mean = policy.loss == "mean"
@@ -102,7 +103,7 @@ class Stepper:
         is set, what is committed in the next generation says whether it was this."""
         self.pending = None
         fault_point("lane")
-        self._post(group, TRAIN, attempt)
+        self._post(group, TRAIN, attempt, pass_.index)
         group.ready()
         if (writer := self._agree(group, TRAIN)) is not None:
             return None, self._commit_edit(group, record, writer)
@@ -113,7 +114,7 @@ class Stepper:
         verdict = Verdict(tally.finite, self._policy.clip_norm, self._factor(group, record, after))
         norm = self._sync.prepare(group, verdict)
         if group.rank == 0:
-            self._write_record(group, record, after, tally)
+            self._write_record(group, record, after, pass_, tally)
         self._write_audit(group, pass_, attempt, skipped=not tally.finite)
         self.pending = report = StepReport(
             step=after.step,
@@ -124,7 +125,8 @@ class Stepper:
             workers=group.size,
             generation=group.generation.number,
             skipped=not tally.finite,
-            learning_rate=float(self._replica.optimizer.param_groups[0]["lr"]) * verdict.learning_rate_factor,
+            learning_rate=float(self._replica.optimizer.param_groups[0].get("lr", math.nan))
+            * verdict.learning_rate_factor,
             gradient_norm=norm,
             duration_s=time.perf_counter() - attempt.began_s,
         )
@@ -171,10 +173,15 @@ class Stepper:
         self._sync.settle(group)
         return planned
 
-    def _post(self, group: Group, kind: int, attempt: Attempt | None = None) -> None:
+    def _post(self, group: Group, kind: int, attempt: Attempt | None = None, pass_index: int = 0) -> None:
         """Say what this worker brings to the next commit, and with which hyperparameters."""
         words, slot = group.words, group.slot
-        words.put(slot, w.OPTIONS, kind << 32 | self._replica.options_digest())
+        digest = self._replica.options_digest() ^ self._policy_digest
+        if kind == FOUND:
+            digest ^= self._sync.layout_digest
+        if attempt is not None:  # workers must also bring the same samples to the step
+            digest ^= zlib.crc32(repr((pass_index, attempt.batch)).encode())
+        words.put(slot, w.OPTIONS, kind << 32 | digest)
         if attempt is not None:
             names = sorted(attempt.metrics)
             text = json.dumps(names).encode()
@@ -201,12 +208,21 @@ class Stepper:
             if options >> 32 == EDIT:
                 editor = rank
             elif kind != EDIT and (options != mine[0] or (names and mine[1] and names != mine[1])):
-                what = "metrics" if options == mine[0] else f"hyperparameters (here: {self._replica.options()})"
-                raise errors.WorkersDiffer(
-                    f"{group.members[group.rank].worker_id} and {group.members[rank].worker_id} come to commit "
-                    f"{group.seq + 1} with different {what}: set them alike on every worker, or in a scheduler"
-                )
+                raise self._differ(group, rank, kind, only_metrics=options == mine[0])
         return editor
+
+    def _differ(self, group: Group, rank: int, kind: int, *, only_metrics: bool) -> errors.WorkersDiffer:
+        here, there = group.members[group.rank].worker_id, group.members[rank].worker_id
+        if kind == FOUND:
+            what = "names, shapes or dtypes of their model's tensors, hyperparameters, or settings of attach()"
+        elif only_metrics:
+            what = "names of metrics"
+        else:
+            what = "samples, hyperparameters, or settings of attach()"
+        return errors.WorkersDiffer(
+            f"{here} and {there} differ in {what} ({here} has {self._replica.options()}): every worker must run the "
+            f"same script with the same settings; change a learning rate on all of them, or in a scheduler"
+        )
 
     def _tally(self, group: Group, attempt: Attempt) -> Tally:
         """Everybody's losses and metrics, read while nobody can move on."""
@@ -229,19 +245,22 @@ class Stepper:
             Situation(after.step, after.epoch, group.size, before, after.step - changed_at)
         )
 
-    def _write_record(self, group: Group, record: Record, after: Cursor, tally: Tally) -> None:
+    def _write_record(self, group: Group, record: Record, after: Cursor, pass_: Pass, tally: Tally) -> None:
         text = self._replica.text()
         place, size = record.text_place, record.text_bytes
         if text != self._text:
             self._text = text
             place, size = self._records.write_text(record, text)
         changed_at, before = _last_change(group, record, after)
+        following = take(pass_, after, group.size)
+        ended = following is None or following.epoch > after.epoch
         self._records.write(
             group.seq + 1,
             Record(
                 pass_index=after.pass_index,
                 epoch=after.epoch,
-                position=after.position,
+                # Decided here and not by whoever is there next: with drop_last, the end depends on their number.
+                position=pass_.num_samples if ended else after.position,
                 step=after.step,
                 samples=after.samples,
                 skipped=record.skipped + (not tally.finite),

@@ -108,6 +108,7 @@ class Worker:
         self._current: Batch | None = None
         self._pass: Pass | None = None
         self._passes = 0
+        self._dropped: tuple[int, int] | None = None  # (pass, epoch) that ended by being dropped
         self._split_is_new = True  # the loader has to be started again
         self._asked_in = False
         self._client = Client(
@@ -160,6 +161,8 @@ class Worker:
         the end of every epoch. schedule: a factor of the learning rate that sees the number of workers. nan: what a
         loss that is not finite does.
         """
+        if self._stepper is not None:
+            raise errors.SettingsContradict("attach() was called before: a worker trains one model")
         if clip_norm is not None and clip_norm <= 0:
             raise errors.SettingsContradict(f"clip_norm is {clip_norm}: give a positive bound, or none")
         if accumulate < 1:
@@ -170,7 +173,7 @@ class Worker:
             )
         self._sync = sync or AllReduce()
         self._replica = Replica(model, optimizer, (*schedulers, *epoch_schedulers))
-        self._step_schedulers, self._epoch_schedulers = tuple(schedulers), tuple(epoch_schedulers)
+        self._each_step, self._epoch_schedulers = tuple(schedulers), tuple(epoch_schedulers)
         self._accumulate = accumulate
         self._on_step, self._on_epoch, self._on_reconfigure = on_step, on_epoch, on_reconfigure
         self._sync.bind(self._replica, self._memory, self._words, self._slot)
@@ -234,10 +237,7 @@ class Worker:
             if group.changed:
                 raise Changed
             if loss is not None:
-                if loss.dim() != 0:
-                    raise errors.SettingsContradict(
-                        f"the loss has shape {tuple(loss.shape)}: reduce it to one number, by mean or sum"
-                    )
+                _check_loss(loss)
                 self._stepper.gradients(loss, attempt, len(batch))
                 mean = loss.item() if self._stepper.is_mean else loss.item() / len(batch)
                 attempt.add(len(batch), mean, {name: float(value) for name, value in measures.items()})
@@ -256,8 +256,13 @@ class Worker:
             yield  # not shared yet: the first state is made of this
             return
         self._sync.open_edit()
-        yield
+        try:
+            yield
+        except BaseException:
+            self._sync.enter(self._group)  # back to what is committed
+            raise
         edited = [(parameter, parameter.data) for parameter in self._replica.model.parameters()]
+        buffers = [(flat, flat.clone()) for flat in self._replica.buffers.gather()]
         while True:
             group = self._group
             try:
@@ -271,6 +276,8 @@ class Worker:
                     return  # somebody had seen every done word before the generation ended
                 for parameter, data in edited:
                     parameter.data = data
+                for flat, values in buffers:
+                    flat.copy_(values)
         if planned:
             self._reconfigure()
 
@@ -291,6 +298,7 @@ class Worker:
                 if self._group.changed:
                     self._reconfigure(attempted=self._group.seq + 1 if self._attempt is not None else None)
                 if self._split_is_new:
+                    self._end_dropped_epoch(pass_)
                     loader.start(self._cursor(pass_), self._group.rank, self._group.size)
                     self._split_is_new, self._attempt = False, None
                 fetched = loader.next()
@@ -350,28 +358,40 @@ class Worker:
         return True
 
     def _committed(self, pass_: Pass, report: StepReport) -> None:
-        epoch_ended = self._epoch_ended(pass_)
-        self._step_schedulers_once(epoch_ended)
+        self._step_schedulers(self._each_step)
         if self._on_step is not None:
             self._on_step(report)
-        if epoch_ended and self._on_epoch is not None:
-            self._on_epoch(report.epoch)
+        if self._epoch_ended(pass_):
+            self._end_epoch(report.epoch)
 
-    def _step_schedulers_once(self, epoch_ended: bool) -> None:
-        """What a commit does to learning rates; a newcomer does it too, for the newest commit."""
+    def _step_schedulers(self, schedulers: Sequence[Scheduler]) -> None:
         self._replica.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers warn without it
-        for scheduler in (*self._step_schedulers, *(self._epoch_schedulers if epoch_ended else ())):
+        for scheduler in schedulers:
             if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
                 scheduler.step(self._record.loss)
             else:
                 scheduler.step()
 
     def _epoch_ended(self, pass_: Pass) -> bool:
-        """Whether the newest commit was the last of its epoch."""
-        if self._record.pass_index < pass_.index:
-            return True
-        following = ledger.take(pass_, self._cursor(pass_), self._record.size)
-        return following is None or following.epoch > self._record.epoch
+        """Whether the newest commit was the last of its epoch, by the size of the group that made it."""
+        return self._record.pass_index < pass_.index or self._record.position >= pass_.num_samples
+
+    def _end_dropped_epoch(self, pass_: Pass) -> None:
+        """A larger group may find the rest of an epoch too small for a step and drop it: the epoch ends without one."""
+        assert self._group is not None
+        record = self._record
+        at = (record.pass_index, record.epoch)
+        if not record.step or self._epoch_ended(pass_) or self._dropped == at:
+            return
+        following = ledger.take(pass_, self._cursor(pass_), self._group.size)
+        if following is None or following.epoch > record.epoch:
+            self._dropped = at
+            self._end_epoch(record.epoch)
+
+    def _end_epoch(self, epoch: int) -> None:
+        self._step_schedulers(self._epoch_schedulers)
+        if self._on_epoch is not None:
+            self._on_epoch(epoch)
 
     def _cursor(self, pass_: Pass) -> Cursor:
         return ledger.begin(self._record.cursor, pass_.index)
@@ -397,9 +417,12 @@ class Worker:
         self._asked_in = True
         self._client.ready()
         if not self._enter(above=0):
+            # Hyperparameters and schedulers as they were in the newest step; then what its commit did to everybody's.
             self._replica.take_text(self._records.text(self._record))
             if self._record.step:
-                self._step_schedulers_once(self._epoch_ended(pass_))
+                self._step_schedulers(self._each_step)
+                if self._epoch_ended(pass_):
+                    self._step_schedulers(self._epoch_schedulers)
 
     def _reconfigure(self, attempted: int | None = None) -> None:
         """Enter the next generation. `attempted`: the commit this worker worked towards, which may have happened."""
@@ -443,13 +466,10 @@ class Worker:
     # The client's side.
 
     def _progress(self) -> Progress:
-        group, slot, record = self._group, self._notice.awaited, self._record
-        waited_s = time.monotonic() - self._notice.awaited_since_s if slot is not None else 0.0
-        waiting: tuple[str, ...] = ()
-        if group is not None and waited_s > self._timeouts.beat_s:
-            everyone = (*group.generation.members, *group.generation.leavers)
-            waiting = tuple(member.worker_id for member in everyone if member.slot == slot)
-        seq = group.seq if group else 0
+        notice, record = self._notice, self._record
+        waited_s = time.monotonic() - notice.awaited_since_s if notice.awaited is not None else 0.0
+        waiting = (notice.awaited_id,) if waited_s > self._timeouts.beat_s else ()
+        seq = self._group.seq if self._group else 0
         return Progress(seq, record.step, record.epoch, record.samples, record.loss, waiting, waited_s)
 
     def _in_loader(self) -> None:
@@ -457,6 +477,8 @@ class Worker:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         metrics.arm(None)
+        with open(self._run_dir.path / "loaders", "a") as known:  # the launcher clears away what a killed one leaves
+            known.write(f"{os.getpid()}\n")
         self._client.close_in_child()
 
     def _need_attached(self, what: str) -> None:
@@ -491,6 +513,21 @@ class Worker:
 
     def close(self) -> None:
         self._client.close()
+
+
+def _check_loss(loss: object) -> None:
+    if not isinstance(loss, torch.Tensor):
+        raise errors.SettingsContradict(
+            f"the loss is a {type(loss).__name__}: give the tensor, so that it can be derived"
+        )
+    if loss.dim() != 0:
+        raise errors.SettingsContradict(
+            f"the loss has shape {tuple(loss.shape)}: reduce it to one number, by mean or sum"
+        )
+    if not loss.requires_grad:
+        raise errors.SettingsContradict(
+            "the loss depends on no parameter that is trained: was it detached, or all frozen?"
+        )
 
 
 def _seed_everything(seed: int) -> None:

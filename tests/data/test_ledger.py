@@ -180,8 +180,8 @@ def test_a_permutation_cannot_be_written_to() -> None:
         ({"global_batch": 0}, "the batch is 0 samples; ask for 1 or more"),
         ({"global_batch": None, "worker_batch": -1}, "the batch is -1 samples; ask for 1 or more"),
         ({"global_batch": 11}, "global_batch is 11, the data has 10 samples; lower it to 10 or give more data"),
-        ({"worker_batch": 2}, "global_batch is 4 and worker_batch is 2; set exactly one of them"),
-        ({"global_batch": None}, "global_batch is None and worker_batch is None; set exactly one of them"),
+        ({"worker_batch": 2}, "global_batch is 4 and batch_size is 2; set exactly one of them"),
+        ({"global_batch": None}, "global_batch is None and batch_size is None; set exactly one of them"),
         (
             {"global_batch": None, "worker_batch": 6, "accumulate": 2, "drop_last": True},
             "a step of 1 workers takes 12 samples, the data has 10 and drop_last leaves no step; lower",
