@@ -504,3 +504,14 @@ class AnySequence(RuleBasedStateMachine):
 
 AnySequence.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 TestAnySequence = AnySequence.TestCase
+
+
+def test_workers_that_are_leaving_do_not_count_when_more_are_asked_for() -> None:
+    membership = m.found(1, 8, 3)
+    for worker_id in ("w0", "w1", "w2"):
+        membership, _ = m.on_join(membership, worker_id, "here", 0.0, launched=True)
+        membership, _ = m.on_ready(membership, worker_id)
+    membership, _ = m.settle(membership)
+    membership, _ = m.on_scale(membership, 1)
+    membership, instructions = m.on_scale(membership, 3)
+    assert m.SetTarget(5, finishing=False) in instructions  # two processes are on their way out

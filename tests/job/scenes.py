@@ -86,6 +86,28 @@ def differs(worker: shoal.Worker) -> None:
         worker.step(loss_of(net, batch))
 
 
+def shapes(worker: shoal.Worker) -> None:
+    """The model depends on who one is, and takes as many bytes."""
+    wide = 8 if worker.id == "w0" else 6
+    net = nn.Sequential(nn.Linear(16, wide, bias=False), nn.Linear(wide, 5, bias=False)).double()
+    worker.attach(net, torch.optim.SGD(net.parameters(), lr=0.01))
+    for batch in worker.batches(data(Case("")), global_batch=48):
+        worker.step(loss_of(net, batch))
+
+
+def drops(worker: shoal.Worker) -> None:
+    """How many samples an epoch drops depends on the number of workers."""
+    net = model(Case(""))
+    ended: list[int] = []
+    worker.attach(net, torch.optim.SGD(net.parameters(), lr=0.01), on_epoch=ended.append)
+    inputs = torch.randn(10, 16, generator=torch.Generator().manual_seed(0)).double()
+    few = TensorDataset(inputs, inputs[:, :5].argmax(1))
+    for _ in range(2):
+        for batch in worker.batches(few, batch_size=2, epochs=2, drop_last=True):
+            worker.step(loss_of(net, batch))
+    write(worker, {"ended": ended})
+
+
 def long(worker: shoal.Worker) -> None:
     """Trains until it is told to stop."""
     net = model(Case(""))

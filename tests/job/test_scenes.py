@@ -102,6 +102,23 @@ def test_workers_whose_hyperparameters_differ_end_the_job_with_one_line(tmp_path
     assert last_line(result.output).startswith("shoal: WorkersDiffer: ")
 
 
+def test_workers_whose_models_differ_end_the_job_with_one_line(tmp_path: Path) -> None:
+    result = job(tmp_path, "shapes").run()
+    assert result.exit_code == 2
+    assert last_line(result.output).startswith("shoal: WorkersDiffer: ")
+
+
+@pytest.mark.parametrize("step", [2, 3])
+def test_a_death_at_the_end_of_an_epoch_that_drops_its_rest_ends_it_once(tmp_path: Path, step: int) -> None:
+    plan = FaultPlan().kill("w2", step=step, during="forward")
+    result = job(tmp_path, "drops", plan=plan, workers=3, options=("--backoff", "30")).run()
+    assert result.exit_code == 0, result.output
+    assert result.audit.clean, str(result.audit)
+    assert len(set(result.digests.values())) == 1
+    for one in written(tmp_path).values():
+        assert one["ended"] == [0, 1, 0, 1]
+
+
 def test_a_stopped_worker_is_fenced_within_the_budget_and_changes_nothing_afterwards(tmp_path: Path) -> None:
     plan = FaultPlan().stop("w1", step=5, during="optimizer")
     running = job(tmp_path, "passes", plan=plan, workers=3, options=("--budget", "1"))

@@ -1,14 +1,15 @@
-"""Each test's arenas go with it: a mapping holds a descriptor until the collector has found its cycle."""
+"""Each test's arenas go with it."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 
 import pytest
+
+from tests.sync.harness import free_all
 
 
 @pytest.fixture(autouse=True)
 def _arenas_are_freed() -> Iterator[None]:
     yield
-    gc.collect()
+    free_all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -45,6 +46,20 @@ class SharedMemory:
             os.close(fd)
 
 
+_made: list[ThreadWorker] = []
+
+
+def free_all() -> None:
+    """Give back the memory of every worker made so far. A hook on a parameter is a cycle that no collector sees."""
+    for worker in _made:
+        worker._audit.close()
+        for parameter in worker.model.parameters():
+            if parameter._post_accumulate_grad_hooks is not None:
+                parameter._post_accumulate_grad_hooks.clear()
+    _made.clear()
+    gc.collect()
+
+
 class ThreadWorker:
     """A worker without a process. `loss(model, ids)` is the user's code."""
 
@@ -65,9 +80,9 @@ class ThreadWorker:
         self.sync = sync or AllReduce()
         self.replica = Replica(model, optimizer, schedulers)
         self.sync.bind(self.replica, host.memory, self.words, slot)
-        self.stepper = Stepper(
-            self.sync, self.replica, self.records, AuditWriter(host.folder, f"w{slot}"), policy or Policy()
-        )
+        self._audit = AuditWriter(host.folder, f"w{slot}")
+        self.stepper = Stepper(self.sync, self.replica, self.records, self._audit, policy or Policy())
+        _made.append(self)
         self.slot = slot
         self.reports: list[StepReport] = []
         self.metrics: dict[str, Callable[[torch.Tensor], float]] = {}

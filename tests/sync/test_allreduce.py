@@ -15,6 +15,8 @@ from torch.nn import functional as F
 from shoal import errors
 from shoal.sync import straight
 from shoal.sync.independent import Independent
+from shoal.sync.probe import unit_of
+from shoal.sync.replica import Replica
 from shoal.train.schedules import LinearScaling
 from shoal.train.step import Policy
 from tests.sync.harness import Host, ThreadWorker, state_of
@@ -634,3 +636,79 @@ def test_independent_workers_accumulate_and_scale_their_rate_too(tmp_path: Path)
     host.together(workers, lambda one: one.step(BATCHES[0], mean_loss, accumulate=3))
     plain = mlp()
     same(state_of(models[0]), alone(plain, optim.SGD(plain.parameters(), lr=0.1), batches=[BATCHES[0][:7]]))
+
+
+def test_a_backward_of_the_users_own_leaves_its_gradients_to_the_user(tmp_path: Path) -> None:
+    model = mlp()
+    worker = ThreadWorker(Host(tmp_path), 0, model, optim.SGD(model.parameters(), lr=0.1))
+    worker.enter(1, (0,))
+
+    def attacked(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+        mean_loss(model, ids).backward()
+        assert model[0].weight.grad is not None
+        return mean_loss(model, ids)
+
+    plain = mlp()
+    wanted = alone(plain, optim.SGD(plain.parameters(), lr=0.1), batches=BATCHES[:2])
+    for ids in BATCHES[:2]:
+        worker.step(ids, attacked)
+    same(state_of(model), wanted)
+
+
+def test_another_weight_that_stands_in_for_a_call_gets_its_own_gradient(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(straight, "SMALLEST", 1)
+    model = mlp()
+    worker = ThreadWorker(Host(tmp_path), 0, model, optim.SGD(model.parameters(), lr=0.1))
+    worker.enter(1, (0,))
+    other = torch.ones(17, 6, dtype=torch.float64, requires_grad=True)
+    worker.step(
+        BATCHES[0], lambda m, ids: torch.func.functional_call(m, {"0.weight": other}, INPUTS[ids]).square().mean()
+    )
+    assert other.grad is not None
+    assert other.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("rate", [0.0, 1e-7])
+def test_what_an_optimizer_is_does_not_depend_on_its_learning_rate(rate: float) -> None:
+    model = mlp()
+    assert unit_of(optim.Adafactor(model.parameters(), lr=rate), 0, torch.float64) == "tensor"
+    assert unit_of(optim.AdamW(model.parameters(), lr=rate), 0, torch.float64) == "element"
+
+
+def test_a_skipped_step_does_not_keep_the_statistics_of_its_forward(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
+    worker = ThreadWorker(Host(tmp_path), 0, model, optim.SGD(model.parameters(), lr=0.1), policy=Policy(nan="skip"))
+    worker.enter(1, (0,))
+    before = state_of(model)
+    worker.step(BATCHES[0], lambda m, ids: F.mse_loss(m(INPUTS[ids] * float("nan")), TARGETS[ids]))
+    same(state_of(model), before, 0)
+
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "MultiStepLR": lambda o: optim.lr_scheduler.MultiStepLR(o, [2, 4], 0.1),
+    "OneCycleLR": lambda o: optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=20),
+    "Sequential": lambda o: optim.lr_scheduler.SequentialLR(
+        o, [optim.lr_scheduler.LinearLR(o, 0.1), optim.lr_scheduler.CosineAnnealingLR(o, 10)], [3]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers_go_on_from_their_text(name: str) -> None:
+    replicas = []
+    for _ in range(2):
+        model = mlp()
+        optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer._opt_called = True
+        replicas.append(Replica(model, optimizer, [SCHEDULERS[name](optimizer)]))
+    veteran, newcomer = replicas
+    for _ in range(3):
+        veteran.schedulers[0].step()
+    newcomer.take_text(veteran.text())
+    for _ in range(6):
+        assert newcomer.options() == veteran.options()
+        veteran.schedulers[0].step()
+        newcomer.schedulers[0].step()

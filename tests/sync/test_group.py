@@ -102,6 +102,7 @@ def test_entering_waits_for_leavers_and_is_given_up_for_a_newer_generation() -> 
     group, notice = group_of(memory, 0, Generation(3, MEMBERS[:1], leavers=MEMBERS[2:]))
     waiting, ended, _ = in_thread(group.enter)
     until_it_waits(notice)
+    assert notice.awaited_id == "w2"  # of the generation that is being entered: the coordinator asks after this one
     notice.tell(Generation(4, MEMBERS[:1]))
     waiting.join(10)
     assert isinstance(ended[0], Changed)
