@@ -15,7 +15,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 # Elements of a chunk for each thread: small enough that lanes, old and new values stay in cache between two operations,
 # large enough that Python's share of the time stays small.
-CHUNK = 64 * 1024
+CHUNK = 128 * 1024
 
 Chunk = tuple[torch.Tensor, ...]
 
