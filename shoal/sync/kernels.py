@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from shoal import errors
+
 # Elements of a chunk for each thread: small enough that lanes, old and new values stay in cache between two operations,
 # large enough that Python's share of the time stays small.
 CHUNK = 128 * 1024
@@ -45,6 +47,7 @@ class SGDKernel:
     def begin(self, group: dict[str, Any], scalars: dict[str, float], born: bool) -> dict[str, float]:
         self._lr = float(group["lr"])
         self._momentum = float(group["momentum"])
+        _check_planes("momentum", bool(self._momentum), bool(self.planes))
         self._keep = 1.0 - float(group["dampening"])
         self._decay = float(group["weight_decay"])
         self._nesterov = bool(group["nesterov"])
@@ -66,6 +69,8 @@ class SGDKernel:
                 torch.mul(old[1], self._momentum, out=new[1]).add_(gradient, alpha=self._keep)
             ahead = self._momentum if self._nesterov else None
             gradient = new[1] if ahead is None else torch.add(gradient, new[1], alpha=ahead, out=scratch)
+        elif self.planes:  # momentum is off for now; what it has gathered stays
+            new[1].copy_(old[1])
         torch.add(old[0], gradient, alpha=-self._lr, out=new[0])
 
 
@@ -81,6 +86,7 @@ class AdamKernel:
         self._born = born
         self._step = [torch.tensor(step, dtype=torch.float32)]
         beta1, beta2 = group["betas"]
+        _check_planes("amsgrad", bool(group["amsgrad"]), len(self.planes) > 2)
         self._options: dict[str, Any] = {
             "lr": float(group["lr"]),
             "beta1": float(beta1),
@@ -102,6 +108,14 @@ class AdamKernel:
         self._fused(
             [new[0]], [gradient], [new[1]], [new[2]], list(new[3:]), self._step, **self._options
         )  # the fused step is one pass over the chunk, which the copy has just brought into the cache
+
+
+def _check_planes(option: str, wanted: bool, kept: bool) -> None:
+    if wanted and not kept:
+        raise errors.OptimizerUnusable(
+            f"{option} was turned on after attach(), and there is no room for the state it needs: build the optimizer "
+            f"with {option} and attach that"
+        )
 
 
 def kernel_for(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> Kernel | None:

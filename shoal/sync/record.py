@@ -49,9 +49,9 @@ class Records:
         at = (seq & 1) * 128
         return Record(*_FORMAT.unpack_from(self._memory, at))
 
-    def text(self, record: Record) -> bytes:
-        at = _RECORDS_BYTES + record.text_place * _TEXT_BYTES
-        return bytes(self._memory[at : at + record.text_bytes])
+    def text(self, place: int, size_bytes: int) -> bytes:
+        at = _RECORDS_BYTES + place * _TEXT_BYTES
+        return bytes(self._memory[at : at + size_bytes])
 
     def write(self, seq: int, record: Record) -> None:
         _FORMAT.pack_into(self._memory, (seq & 1) * 128, *vars(record).values())

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from shoal import errors
 from shoal.metrics import fault_point
 from shoal.sync.arena import Arena, Lane
 from shoal.sync.kernels import Chunk, ChunkedStep, kernel_for
@@ -312,6 +313,11 @@ class General:
         parity, segment = self._parity, self._arena.layout.segments[run.segment]
         specs = {spec.key: spec for spec in self._specs(run)}
         for key, value in state.items():
+            if key not in specs:
+                raise errors.OptimizerUnusable(
+                    f"{type(self._optimizer).__name__} began to keep {key!r} after attach(): "
+                    f"set the options that need it before"
+                )
             spec = specs[key]
             if spec.kind in ("plane", "blob"):
                 target = (

@@ -25,7 +25,7 @@ MAX_METRICS = 28
 _VALUES = 32
 MAX_NAMES_BYTES = 4000
 
-_COMMIT, _LAYOUT, _NAMES_BYTES = 0, 8, 16
+_COMMIT, _LAYOUT, _NAMES_BYTES, _GREETING = 0, 8, 16, 24
 _NAMES_AT = 64
 _SLOTS_AT = 4096
 _VALUES_AT = _SLOTS_AT + MAX_SLOTS * _LINE * 8
@@ -104,6 +104,18 @@ class Words:
     def names(self, text: bytes) -> None:
         self._map[_NAMES_AT : _NAMES_AT + len(text)] = text
         self._u64[_NAMES_BYTES // 8] = len(text)
+
+    @property
+    def greeting(self) -> tuple[int, int, int]:
+        """Where rank 0 has put its hyperparameters for newcomers: generation, place and length of the text."""
+        at = _GREETING // 8
+        return self._u64[at], self._u64[at + 1], self._u64[at + 2]
+
+    @greeting.setter
+    def greeting(self, where: tuple[int, int, int]) -> None:
+        at = _GREETING // 8
+        self._u64[at + 1], self._u64[at + 2] = where[1], where[2]
+        self._u64[at] = where[0]
 
     def get(self, slot: int, word: int) -> int:
         return self._u64[_SLOTS_AT // 8 + slot * _LINE + word]

@@ -6,7 +6,7 @@ import json
 import math
 import time
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -24,7 +24,8 @@ from shoal.sync.replica import Replica
 from shoal.sync.sync import Sync, Verdict
 from shoal.train.schedules import Schedule, Situation
 
-TRAIN, EDIT, FOUND = 1, 2, 3
+# What a worker brings to a commit. FRESH: a step, by a newcomer that takes its hyperparameters from rank 0.
+TRAIN, EDIT, FOUND, FRESH = 1, 2, 3, 4
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,8 @@ class Stepper:
     def __init__(self, sync: Sync, replica: Replica, records: Records, audit: AuditWriter, policy: Policy) -> None:
         self._sync, self._replica, self._records, self._audit, self._policy = sync, replica, records, audit, policy
         self._policy_digest = zlib.crc32(repr(policy).encode())
-        self._text = b""
+        self._text, self._placed = b"", (0, 0)
+        self.fresh = False  # a newcomer, until its first commit
         self.pending: StepReport | None = None
         self.is_mean = policy.loss == "mean"
 
@@ -103,8 +105,13 @@ class Stepper:
         is set, what is committed in the next generation says whether it was this."""
         self.pending = None
         fault_point("lane")
-        self._post(group, TRAIN, attempt, pass_.index)
+        if group.rank == 0 and not self.fresh:
+            self._greet(group, record)
+        self._post(group, FRESH if self.fresh else TRAIN, attempt, pass_.index)
         group.ready()
+        if self.fresh:
+            self._take_greeting(group)
+            self._post(group, TRAIN, attempt, pass_.index)
         if (writer := self._agree(group, TRAIN)) is not None:
             return None, self._commit_edit(group, record, writer)
         after = advance(cursor, attempt.batch)
@@ -131,7 +138,7 @@ class Stepper:
             duration_s=time.perf_counter() - attempt.began_s,
         )
         planned = group.commit()
-        self.pending = None
+        self.pending, self.fresh = None, False
         self._sync.settle(group)
         return report, planned
 
@@ -158,12 +165,32 @@ class Stepper:
 
     def enter(self, record: Record) -> None:
         """The record's text is the committed one from here on."""
-        self._text = self._records.text(record)
+        self._placed = record.text_place, record.text_bytes
+        self._text = self._records.text(*self._placed)
+
+    def _place_text(self, record: Record) -> None:
+        """Have hyperparameters and schedulers written down as they are now."""
+        text = self._replica.text()
+        if text != self._text:
+            self._text, self._placed = text, self._records.write_text(record, text)
+
+    def _greet(self, group: Group, record: Record) -> None:
+        """Tell newcomers the hyperparameters as they are, after whatever callbacks have done since the last commit."""
+        if group.words.greeting[0] != group.generation.number:
+            self._place_text(record)
+            group.words.greeting = (group.generation.number, *self._placed)
+
+    def _take_greeting(self, group: Group) -> None:
+        generation, place, size = group.words.greeting
+        if generation == group.generation.number:  # if not, rank 0 is as new as this worker
+            self._replica.take_text(self._records.text(place, size))
 
     def _commit_edit(self, group: Group, record: Record, writer: int) -> bool:
         self._sync.edit(group, writer)
         if group.rank == writer:
-            self._records.write(group.seq + 1, record)
+            self._place_text(record)
+            placed = {"text_place": self._placed[0], "text_bytes": self._placed[1]}
+            self._records.write(group.seq + 1, replace(record, **placed))
         # An empty entry: an attempt at a step with the same number, in an earlier generation, was not committed.
         self._audit.fed(
             group.generation.number, group.seq + 1, record.pass_index, record.epoch,
@@ -207,6 +234,8 @@ class Stepper:
             options, names = words.get(slot, w.OPTIONS), words.get(slot, w.NAMES)
             if options >> 32 == EDIT:
                 editor = rank
+            elif options >> 32 == FRESH:
+                continue  # it looks at the others' and takes them
             elif kind != EDIT and (options != mine[0] or (names and mine[1] and names != mine[1])):
                 raise self._differ(group, rank, kind, only_metrics=options == mine[0])
         return editor
@@ -246,11 +275,7 @@ class Stepper:
         )
 
     def _write_record(self, group: Group, record: Record, after: Cursor, pass_: Pass, tally: Tally) -> None:
-        text = self._replica.text()
-        place, size = record.text_place, record.text_bytes
-        if text != self._text:
-            self._text = text
-            place, size = self._records.write_text(record, text)
+        self._place_text(record)
         changed_at, before = _last_change(group, record, after)
         following = take(pass_, after, group.size)
         ended = following is None or following.epoch > after.epoch
@@ -267,8 +292,8 @@ class Stepper:
                 size=group.size,
                 size_before=before,
                 changed_at=changed_at,
-                text_place=place,
-                text_bytes=size,
+                text_place=self._placed[0],
+                text_bytes=self._placed[1],
                 loss=tally.loss,
             ),
         )

@@ -278,6 +278,7 @@ class Worker:
                     parameter.data = data
                 for flat, values in buffers:
                     flat.copy_(values)
+        self._record = self._records.read(group.seq)
         if planned:
             self._reconfigure()
 
@@ -354,6 +355,7 @@ class Worker:
         assert self._group is not None
         if pending is None or self._group.seq == ended.seq:
             return False
+        self._stepper.fresh = False
         self._committed(self._pass, pending)
         return True
 
@@ -416,9 +418,11 @@ class Worker:
         fault_point("join")
         self._asked_in = True
         self._client.ready()
+        assert self._stepper is not None
         if not self._enter(above=0):
             # Hyperparameters and schedulers as they were in the newest step; then what its commit did to everybody's.
-            self._replica.take_text(self._records.text(self._record))
+            self._replica.take_text(self._records.text(self._record.text_place, self._record.text_bytes))
+            self._stepper.fresh = True
             if self._record.step:
                 self._step_schedulers(self._each_step)
                 if self._epoch_ended(pass_):

@@ -95,6 +95,22 @@ def shapes(worker: shoal.Worker) -> None:
         worker.step(loss_of(net, batch))
 
 
+def decays(worker: shoal.Worker) -> None:
+    """Hyperparameters are changed in callbacks and in edits; every step ends an epoch."""
+    net = model(Case(""))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def decay(epoch: int) -> None:
+        optimizer.param_groups[0]["lr"] *= 0.99
+
+    worker.attach(net, optimizer, on_epoch=decay)
+    for batch in worker.batches(data(Case("")), global_batch=480, epochs=300):
+        if worker.step(loss_of(net, batch)) and worker.steps % 7 == 0:
+            with worker.edit():
+                optimizer.param_groups[0]["weight_decay"] = worker.steps / 100_000
+    write(worker, {"rate": optimizer.param_groups[0]["lr"]})
+
+
 def drops(worker: shoal.Worker) -> None:
     """How many samples an epoch drops depends on the number of workers."""
     net = model(Case(""))

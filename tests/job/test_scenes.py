@@ -102,6 +102,17 @@ def test_workers_whose_hyperparameters_differ_end_the_job_with_one_line(tmp_path
     assert last_line(result.output).startswith("shoal: WorkersDiffer: ")
 
 
+def test_newcomers_have_the_hyperparameters_that_callbacks_and_edits_have_set(tmp_path: Path) -> None:
+    plan = FaultPlan().join(at_step=50).kill("w1", step=120, during="reduce").join(at_step=150)
+    result = job(tmp_path, "decays", plan=plan).run()
+    assert result.exit_code == 0, result.output
+    assert result.audit.clean, str(result.audit)
+    assert len(set(result.digests.values())) == 1
+    rates = [one["rate"] for one in written(tmp_path).values()]
+    assert len(rates) >= 3
+    assert rates == pytest.approx([0.1 * 0.99**300] * len(rates))
+
+
 def test_workers_whose_models_differ_end_the_job_with_one_line(tmp_path: Path) -> None:
     result = job(tmp_path, "shapes").run()
     assert result.exit_code == 2

@@ -712,3 +712,12 @@ def test_schedulers_go_on_from_their_text(name: str) -> None:
         assert newcomer.options() == veteran.options()
         veteran.schedulers[0].step()
         newcomer.schedulers[0].step()
+
+
+def test_state_that_an_option_needs_cannot_appear_after_attaching(tmp_path: Path) -> None:
+    model = mlp()
+    worker = ThreadWorker(Host(tmp_path), 0, model, optim.SGD(model.parameters(), lr=0.1))
+    worker.enter(1, (0,))
+    worker.optimizer.param_groups[0]["momentum"] = 0.9
+    with pytest.raises(errors.OptimizerUnusable, match=r"after attach\(\)"):
+        worker.step(BATCHES[0], mean_loss)
