@@ -4,7 +4,8 @@
 
 A trial kills the youngest worker (kill -9, with everything it started) and waits until the survivors step again; then
 it starts a new one and waits until the newcomer and the others step together. Times come from what the workers write
-down, on one clock; that this program looks at the files only now and then adds nothing to them.
+down, on one clock; that this program looks at the files only now and then adds nothing to them. A step's own time is
+taken off: from the kill, what the interrupted step had taken and one step of the survivors; from the stall, one step.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from shoal.bench.recovery import (
     Trial,
     all_stepped_at,
     longest_gap_s,
+    lost_to_kill_s,
     restarted,
     typical,
     usual_step_s,
@@ -178,16 +180,18 @@ def torchrun_trial(settings: TorchrunSettings, timeout_s: float) -> Trial:
             before = nodes.steps()
             killed_s = nodes.kill(victim)
             resumed_s = stepped("steps after the kill", survivors, N_WORKERS - 1, killed_s)
-            kill_to_step_s = resumed_s - killed_s
             after_kill = [step for step in nodes.steps() if step.time_s > killed_s]
             was_restarted = restarted([*_last_of_each(before), *after_kill], survivors)
             stepped("steps before the join", survivors, N_WORKERS - 1, resumed_s + 1.0)
             joined_s = time.monotonic()
+            usual_s = usual_step_s(nodes.steps(), survivors, resumed_s, joined_s)
+            kill_to_step_s = lost_to_kill_s(nodes.steps(), survivors, killed_s, resumed_s, usual_s)
             nodes.start(newcomer)
             end_s = stepped("steps after the join", [*survivors, newcomer], N_WORKERS, joined_s)
             first_s = stepped("the newcomer's step", [newcomer], N_WORKERS, joined_s)
             join_to_step_s = first_s - joined_s
-            stall_s = longest_gap_s(nodes.steps(), survivors, joined_s, end_s)
+            gap_s = longest_gap_s(nodes.steps(), survivors, joined_s, end_s)
+            stall_s = None if gap_s is None else max(0.0, gap_s - usual_s)
         except DidNotHappen as missing:
             failure = str(missing)
         finally:
@@ -288,12 +292,10 @@ def shoal_trial(job: ShoalJob, timeout_s: float) -> Trial:
     newcomer = job.live()[-1]
     first_s = _until(job, "the newcomer's step", [newcomer], N_WORKERS, joined_s, timeout_s)
     steps = job.steps()
-    # Of the kill: less what had been done of the step it interrupted, and less one step of those who are left.
-    last_s = max(step.time_s for step in steps if step.time_s < killed_s and step.worker in survivors)
     usual_s = usual_step_s(steps, survivors, resumed_s, joined_s)
     stall_s = longest_gap_s(steps, survivors, joined_s, end_s)
     return Trial(
-        max(0.0, resumed_s - killed_s - usual_s - min(killed_s - last_s, usual_s)),
+        lost_to_kill_s(steps, survivors, killed_s, resumed_s, usual_s),
         first_s - joined_s,
         None if stall_s is None else max(0.0, stall_s - usual_s),
         restarted([*pids, *(step for step in steps if step.time_s > killed_s)], survivors),

@@ -13,7 +13,6 @@ ShoalError                      what shoal raises
 │   ├── RunDirUnusable          not a run directory, or another job's
 │   ├── JobNotFound             no job of that name answers
 │   └── TokenRefused            the token is missing or not the job's
-├── MembershipTooSmall          the job cannot go on with the workers it has
 ├── RestartBudgetSpent          workers died more often than the budget allows
 ├── CoordinatorLost             the coordinator does not answer within the budget
 └── Changed                     internal: the generation changed, the step comes again
@@ -71,10 +70,6 @@ class JobNotFound(UserMistake):
 
 
 class TokenRefused(UserMistake):
-    pass
-
-
-class MembershipTooSmall(ShoalError):
     pass
 
 

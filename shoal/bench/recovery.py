@@ -100,6 +100,15 @@ def usual_step_s(steps: Sequence[StepDone], workers: Collection[str], begin_s: f
     return median(gaps) if gaps else 0.0
 
 
+def lost_to_kill_s(
+    steps: Sequence[StepDone], workers: Collection[str], killed_s: float, resumed_s: float, usual_s: float
+) -> float:
+    """From the kill to the next step of the survivors, less one usual step of theirs and less what had been done of the
+    step that the kill interrupted."""
+    last_s = max((step.time_s for step in steps if step.time_s < killed_s and step.worker in workers), default=killed_s)
+    return max(0.0, resumed_s - killed_s - usual_s - min(killed_s - last_s, usual_s))
+
+
 def restarted(steps: Sequence[StepDone], workers: Collection[str]) -> bool:
     """Whether any of these workers stepped in more than one process."""
     return any(len({step.pid for step in steps if step.worker == worker}) > 1 for worker in workers)

@@ -101,7 +101,7 @@ class Channel:
         self.send({"memory": name, "bytes": size_bytes})
         data, ancillary, _, _ = self._sock.recvmsg(65536, socket.CMSG_SPACE(4))
         if not data:
-            raise errors.CoordinatorLost("the launcher closed this worker's channel: the job is ending")
+            raise errors.ShoalError("the launcher closed this worker's channel: the job is ending")
         reply = json.loads(data)
         if "error" in reply:
             raise getattr(errors, reply["error"], errors.OutOfSharedMemory)(reply["message"])
