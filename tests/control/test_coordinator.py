@@ -210,6 +210,7 @@ def test_a_death_while_the_coordinator_was_away_is_known_when_it_is_back(make_jo
     second.client.ready()
     first.newer(0)
     job.server.stop()
+    second.client.close()  # a dead process does not come back to say that it is ready
     del live["w1"]
     job.bring_up()
     generation = first.newer(1)
