@@ -2,8 +2,8 @@
 
     python -m benchmarks.core --workers 2 --threads 1 --models tiny resnet20 --optimizers sgd --json out.json
 
-Three sections. `training`: ms a step and efficiency against the same workers without any exchange. `exchange`: a sum of
-94 MB over the group against one copy of the same bytes. `memory`: what the whole group takes, each shared page once.
+Three sections. `training`: ms a step and efficiency against the same workers without any exchange, shoal against DDP, and
+`lockstep`: what waiting for the slowest worker of each step costs by itself on this machine. `exchange`: a sum of 94 MB over the group against one copy of the same bytes. `memory`: what the whole group takes, each shared page once.
 """
 
 from __future__ import annotations
@@ -58,6 +58,8 @@ def training(work: Training, allocator: str, *, workers: int, threads: int, roun
         cores_per_worker=threads,
         rounds=rounds,
         turn_s=turn_s,
+        faster=[("shoal", "ddp")],
+        lockstep=True,
     )
 
 
@@ -160,7 +162,8 @@ def _line(result: Result) -> str:
     parts = [f"independent {result.of('independent').summary.median * 1e3:.2f} ms"]
     for one in result.comparisons:
         efficiency = one.efficiency
-        parts.append(f"{one.variant} {efficiency.value:.3f} ({efficiency.low:.3f}–{efficiency.high:.3f})")
+        name = one.variant if one.other == result.baseline else f"{one.variant}/{one.other}"
+        parts.append(f"{name} {efficiency.value:.3f} ({efficiency.low:.3f}–{efficiency.high:.3f})")
     return f"{result.title}: {', '.join(parts)}"
 
 

@@ -1,7 +1,7 @@
 """What a measured worker process does in its turns, found by name.
 
-A body is `body(setup) -> run`, and `run(steps)` does so many steps. It is called in the worker's process, pinned,
-before anything heavy is imported: this module does not import torch, so that the runner does not either.
+A body is `body(setup) -> step`, and `step()` does one step. It is called in the worker's process, pinned, before anything
+heavy is imported: this module does not import torch, so that the runner does not either.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Setup:
     meeting_dir: str
 
 
-Run: TypeAlias = Callable[[int], None]
-Body: TypeAlias = Callable[[Setup], Run]
+Step: TypeAlias = Callable[[], None]
+Body: TypeAlias = Callable[[Setup], Step]
 
 _HOMES = {
     "independent": "shoal.bench.loops:independent",
@@ -54,10 +54,6 @@ _HOMES = {
     "gloo_allreduce": "shoal.bench.exchange:gloo_allreduce",
     "shoal_allreduce": "shoal.bench.exchange:shoal_allreduce",
 }
-
-
-def names() -> tuple[str, ...]:
-    return tuple(_HOMES)
 
 
 def body(name: str) -> Body:

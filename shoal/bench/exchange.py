@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from shoal.bench.bodies import Buffer, Run, Setup
+from shoal.bench.bodies import Buffer, Setup, Step
 from shoal.bench.loops import join_gloo
 from shoal.bench.meeting import MeetingMemory
 from shoal.control.membership import Generation, Member
@@ -18,30 +18,28 @@ from shoal.sync.memory import map_bytes
 from shoal.sync.words import Words
 
 
-def memcpy(setup: Setup) -> Run:
+def memcpy(setup: Setup) -> Step:
     source = _floats(setup)
     target = torch.empty_like(source)
 
-    def run(steps: int) -> None:
-        for _ in range(steps):
-            target.copy_(source)
+    def step() -> None:
+        target.copy_(source)
 
-    return run
+    return step
 
 
-def gloo_allreduce(setup: Setup) -> Run:
+def gloo_allreduce(setup: Setup) -> Step:
     # Zeros, because the sum is written back and summed again: ones would be infinite after 128 steps of two workers.
     buffer = _floats(setup)
     join_gloo(setup)
 
-    def run(steps: int) -> None:
-        for _ in range(steps):
-            dist.all_reduce(buffer)
+    def step() -> None:
+        dist.all_reduce(buffer)
 
-    return run
+    return step
 
 
-def shoal_allreduce(setup: Setup) -> Run:
+def shoal_allreduce(setup: Setup) -> Step:
     """The sum as a step makes it: everybody's numbers lie in lanes, worker k sums slice k, and all see the result."""
     mine = _floats(setup)
     memory = MeetingMemory(Path(setup.meeting_dir))
@@ -56,15 +54,14 @@ def shoal_allreduce(setup: Setup) -> Run:
     mine_slice = slice(setup.rank * per, (setup.rank + 1) * per)
     parts, target = [lane[mine_slice] for lane in lanes], result[mine_slice]
 
-    def run(steps: int) -> None:
-        for _ in range(steps):
-            group.ready()
-            torch.add(parts[0], parts[1], out=target)
-            for part in parts[2:]:
-                target.add_(part)
-            group.commit()
+    def step() -> None:
+        group.ready()
+        torch.add(parts[0], parts[1], out=target)
+        for part in parts[2:]:
+            target.add_(part)
+        group.commit()
 
-    return run
+    return step
 
 
 def _shared(memory: MeetingMemory, name: str, size_bytes: int) -> torch.Tensor:

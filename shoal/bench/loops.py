@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal import models
-from shoal.bench.bodies import Run, Setup, Training
+from shoal.bench.bodies import Setup, Step, Training
 from shoal.errors import SettingsContradict
 
 # What a step costs does not depend on it. A fixed batch learned by heart would: its gradients sink below the smallest
@@ -54,13 +54,13 @@ def optimizer(name: str, parameters: Iterable[nn.Parameter]) -> torch.optim.Opti
     return OPTIMIZERS[name](parameters)
 
 
-def independent(setup: Setup) -> Run:
+def independent(setup: Setup) -> Step:
     """The plain loop, each worker for itself: what the machine gives when nobody waits for anybody."""
     work, made = _prepare(setup)
     return _loop(made.model, made, work.optimizer)
 
 
-def ddp(setup: Setup) -> Run:
+def ddp(setup: Setup) -> Step:
     """The same loop, with DDP's defaults (buffers broadcast each forward) but gradients as views of its buckets."""
     work, made = _prepare(setup)
     join_gloo(setup)
@@ -83,13 +83,12 @@ def _prepare(setup: Setup) -> tuple[Training, Material]:
     return setup.work, material(setup.work, setup.rank)
 
 
-def _loop(model: nn.Module, made: Material, optimizer_name: str) -> Run:
+def _loop(model: nn.Module, made: Material, optimizer_name: str) -> Step:
     stepped = optimizer(optimizer_name, model.parameters())
 
-    def run(steps: int) -> None:
-        for _ in range(steps):
-            stepped.zero_grad()
-            made.loss(model(made.inputs), made.targets).backward()  # type: ignore[no-untyped-call]
-            stepped.step()
+    def step() -> None:
+        stepped.zero_grad()
+        made.loss(model(made.inputs), made.targets).backward()  # type: ignore[no-untyped-call]
+        stepped.step()
 
-    return run
+    return step

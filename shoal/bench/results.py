@@ -28,16 +28,17 @@ class Measured:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A variant against the baseline, paired by round: how many times its step takes, and how many seconds more."""
+    """A variant against another, paired by round: how many times its step takes, and how many seconds more."""
 
     variant: str
+    other: str
     time_ratio: Interval
     extra_s: Interval
     doubts: tuple[str, ...]
 
     @property
     def efficiency(self) -> Interval:
-        """The baseline's time over the variant's: 1.0 is as fast as the baseline."""
+        """The other's time over the variant's: 1.0 is as fast as the other."""
         return self.time_ratio.inverse()
 
 
@@ -60,8 +61,15 @@ class Result:
     def of(self, variant: str) -> Measured:
         return next(one for one in self.measured if one.variant == variant)
 
-    def against(self, variant: str) -> Comparison:
-        return next(one for one in self.comparisons if one.variant == variant)
+    def against(self, variant: str, other: str | None = None) -> Comparison:
+        """The variant against the baseline, or against another it was claimed to be faster than."""
+        pair = variant, other or self.baseline
+        return next(one for one in self.comparisons if (one.variant, one.other) == pair)
+
+    @property
+    def claims(self) -> list[Comparison]:
+        """Those between two variants of which none is the baseline."""
+        return [one for one in self.comparisons if one.other != self.baseline]
 
 
 def table(results: Sequence[Result]) -> Table:
@@ -110,7 +118,8 @@ def doubt_lines(results: Sequence[Result]) -> list[str]:
     for result in results:
         lines += [f"{result.title}: {doubt}" for doubt in result.doubts]
         for found in result.comparisons:
-            lines += [f"{result.title}, {found.variant}: {doubt}" for doubt in found.doubts]
+            pair = found.variant if found.other == result.baseline else f"{found.variant} against {found.other}"
+            lines += [f"{result.title}, {pair}: {doubt}" for doubt in found.doubts]
     return lines
 
 

@@ -7,8 +7,9 @@ alike, and the ratio within a round does not see it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Protocol
 
 from shoal.bench import statistics
@@ -18,6 +19,16 @@ from shoal.errors import SettingsContradict
 
 _MAX_STEPS_PER_TURN = 20_000
 
+LOCKSTEP = "lockstep"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Seconds a step took in one turn of a group."""
+
+    step_s: float  # by its slowest worker, over the whole turn
+    lockstep_s: float  # had every step waited for the worker that was slowest in it, at no cost
+
 
 class Variant(Protocol):
     """Something that can be timed beside others. Between its turns it must be idle: blocked, not spinning."""
@@ -25,8 +36,8 @@ class Variant(Protocol):
     def start(self, n_workers: int, cores_per_worker: int) -> None:
         """Ready when this returns: processes up, model built."""
 
-    def measure(self, steps: int) -> float:
-        """Run so many steps and return the seconds a step took."""
+    def measure(self, steps: int) -> Turn:
+        """Run so many steps."""
 
     def stop(self) -> None:
         """Leave nothing behind; also after a failure, also when never started."""
@@ -51,24 +62,31 @@ def compare(
     max_warmup_rounds: int | None = None,
     steps_per_turn: int | None = None,
     turn_s: float = 0.5,
-    difference_claimed: Collection[str] = (),
+    faster: Sequence[tuple[str, str]] = (),
+    lockstep: bool = False,
 ) -> Result:
     """Time all variants beside each other until `rounds` rounds are past the warm-up.
 
-    `steps_per_turn` is the same for all; by default as many as the baseline does in `turn_s`. Variants named in
-    `difference_claimed` get a doubt when their interval holds 1.0. After `max_warmup_rounds` (by default `rounds`) more
-    rounds than asked for the last ones are taken as they are, and the result says so.
+    `steps_per_turn` is the same for all; by default as many as the baseline does in `turn_s`. A pair in `faster` is a
+    claim, that the first is faster than the second: the two are compared with each other too, and an interval that
+    holds 1.0 is a doubt. `lockstep` adds a row that no variant has run: the baseline, had its workers waited for each
+    other at every step. After `max_warmup_rounds` (by default `rounds`) more rounds than asked for the last ones are
+    taken as they are, and the result says so.
     Raises SettingsContradict for settings that cannot give a result, and whatever a variant raises; every variant is
     stopped either way.
     """
-    _check(variants, baseline, rounds, difference_claimed)
+    _check(variants, baseline, rounds, faster)
     spare = rounds if max_warmup_rounds is None else max_warmup_rounds
     with ExitStack() as started:
         for variant in variants.values():
             started.callback(variant.stop)
             variant.start(n_workers, cores_per_worker)
         steps = steps_per_turn or _steps_in(variants[baseline], turn_s)
-        taken, loads, dropped, settled = _take_rounds(variants, steps, rounds, spare)
+        turns, loads, dropped, settled = _take_rounds(variants, steps, rounds, spare)
+    taken = {name: [turn.step_s for turn in series] for name, series in turns.items()}
+    if lockstep:
+        taken[LOCKSTEP] = [turn.lockstep_s for turn in turns[baseline]]
+    kept = {name: series[dropped:] for name, series in taken.items()}
     doubts = load_doubts(loads)
     if not settled:
         doubts.insert(0, f"never steady: still trending after {len(loads)} rounds, the last {rounds} are taken")
@@ -80,12 +98,11 @@ def compare(
         steps_per_turn=steps,
         warmup_rounds=dropped,
         measured=tuple(
-            Measured(name, tuple(series), statistics.summarize(series[dropped:])) for name, series in taken.items()
+            Measured(name, tuple(series), statistics.summarize(kept[name])) for name, series in taken.items()
         ),
-        comparisons=tuple(
-            _comparison(name, series[dropped:], taken[baseline][dropped:], name in difference_claimed)
-            for name, series in taken.items()
-            if name != baseline
+        comparisons=(
+            *(_comparison(kept, name, baseline, claimed=False) for name in kept if name != baseline),
+            *(_comparison(kept, name, other, claimed=True) for name, other in faster),
         ),
         loads=tuple(loads),
         doubts=tuple(doubts),
@@ -93,8 +110,8 @@ def compare(
     )
 
 
-def _check(variants: Mapping[str, Variant], baseline: str, rounds: int, difference_claimed: Collection[str]) -> None:
-    unknown = [name for name in (baseline, *difference_claimed) if name not in variants]
+def _check(variants: Mapping[str, Variant], baseline: str, rounds: int, faster: Sequence[tuple[str, str]]) -> None:
+    unknown = [name for name in (baseline, *(name for pair in faster for name in pair)) if name not in variants]
     if unknown:
         raise SettingsContradict(f"no variant is named {', '.join(unknown)}; there are {', '.join(variants)}")
     if rounds < statistics.MIN_ROUNDS:
@@ -108,7 +125,7 @@ def _steps_in(variant: Variant, turn_s: float) -> int:
     """How many steps fill a turn. The first steps of a process are slow, so the guess is refined until it holds."""
     steps = 1
     while True:
-        fitting = max(1, min(_MAX_STEPS_PER_TURN, round(turn_s / variant.measure(steps))))
+        fitting = max(1, min(_MAX_STEPS_PER_TURN, round(turn_s / variant.measure(steps).step_s)))
         if fitting <= 2 * steps:
             return fitting
         steps = fitting
@@ -116,9 +133,9 @@ def _steps_in(variant: Variant, turn_s: float) -> int:
 
 def _take_rounds(
     variants: Mapping[str, Variant], steps: int, rounds: int, spare: int
-) -> tuple[dict[str, list[float]], list[Load], int, bool]:
-    """Every round's seconds a step by variant, each round's load, how many rounds were warm-up, whether it ended."""
-    taken: dict[str, list[float]] = {name: [] for name in variants}
+) -> tuple[dict[str, list[Turn]], list[Load], int, bool]:
+    """Every round's turn by variant, each round's load, how many rounds were warm-up, whether it ended."""
+    taken: dict[str, list[Turn]] = {name: [] for name in variants}
     loads: list[Load] = []
     probe = LoadProbe()
     while True:
@@ -127,18 +144,19 @@ def _take_rounds(
             taken[name].append(variants[name].measure(steps))
         loads.append(probe.end())
         # A round is dropped for all as long as it is warm-up for one: pairs stay pairs.
-        dropped = max(statistics.warmup_rounds(series) for series in taken.values())
+        dropped = max(statistics.warmup_rounds([turn.step_s for turn in series]) for series in taken.values())
         if len(loads) - dropped >= rounds:
             return taken, loads, dropped, True
         if len(loads) >= rounds + spare:
             return taken, loads, len(loads) - rounds, False
 
 
-def _comparison(name: str, mine: Sequence[float], baseline: Sequence[float], difference_claimed: bool) -> Comparison:
-    ratio = statistics.paired_ratio(mine, baseline)
+def _comparison(kept: Mapping[str, Sequence[float]], name: str, other: str, *, claimed: bool) -> Comparison:
+    ratio = statistics.paired_ratio(kept[name], kept[other])
     return Comparison(
         variant=name,
+        other=other,
         time_ratio=ratio,
-        extra_s=statistics.paired_difference(mine, baseline),
-        doubts=tuple(statistics.ratio_doubts(ratio, difference_claimed=difference_claimed)),
+        extra_s=statistics.paired_difference(kept[name], kept[other]),
+        doubts=tuple(statistics.ratio_doubts(ratio, difference_claimed=claimed)),
     )

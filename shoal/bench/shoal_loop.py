@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch.utils.data import TensorDataset
 
-from shoal.bench.bodies import Run, Setup, Training
+from shoal.bench.bodies import Setup, Step, Training
 from shoal.bench.loops import material, optimizer
 from shoal.bench.meeting import MeetingMemory
 from shoal.control.rundir import RunDir
@@ -24,7 +24,7 @@ _WAIT_S = 60.0
 _EPOCHS = 1_000_000_000  # the runner says when it is enough
 
 
-def shoal(setup: Setup) -> Run:
+def shoal(setup: Setup) -> Step:
     """The loop of a user's script: batches, forward, step."""
     if not isinstance(setup.work, Training):
         raise SettingsContradict(f"body {setup.body!r} trains; it was given {setup.work}")
@@ -35,12 +35,11 @@ def shoal(setup: Setup) -> Run:
     size = setup.work.batch * setup.n_workers
     batches = worker.batches(TensorDataset(torch.zeros(size * 1000)), batch_size=setup.work.batch, epochs=_EPOCHS)
 
-    def run(steps: int) -> None:
-        for _ in range(steps):
-            next(batches)
-            worker.step(made.loss(made.model(made.inputs), made.targets))
+    def step() -> None:
+        next(batches)
+        worker.step(made.loss(made.model(made.inputs), made.targets))
 
-    return run
+    return step
 
 
 def join(setup: Setup) -> Worker:

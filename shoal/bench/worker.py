@@ -1,11 +1,12 @@
 """One process of a measured group: `python -m shoal.bench.worker FD`, commanded over the socket FD.
 
 First comes a `Setup` and the cores to stay on; the answer is True once the body is ready. Then each `(lead_in, steps)`
-is answered with the seconds that `steps` took; None ends the process. Between commands it is blocked in a read.
+is answered with the seconds that each of the `steps` took; None ends the process. Between commands it is blocked in a read.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import time
@@ -24,14 +25,17 @@ def main(descriptor: int) -> None:
     os.sched_setaffinity(0, cores)
     if setup.keep_freed_memory:
         keep_freed_memory()
-    run = body(setup.body)(setup)
+    step = body(setup.body)(setup)
     runner.send(True)
     while (command := runner.recv()) is not None:
         lead_in, steps = command
-        run(lead_in)
-        begin = time.perf_counter()
-        run(steps)
-        runner.send(time.perf_counter() - begin)
+        for _ in range(lead_in):
+            step()
+        ends = [time.perf_counter()]
+        for _ in range(steps):
+            step()
+            ends.append(time.perf_counter())
+        runner.send([after - before for before, after in itertools.pairwise(ends)])
 
 
 if __name__ == "__main__":

@@ -3,40 +3,53 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 
-from shoal.bench.bodies import Buffer, Run, Setup
+from shoal.bench.bodies import Buffer, Setup, Step
 
 
-def digest(setup: Setup) -> Run:
+def digest(setup: Setup) -> Step:
     """Arithmetic in proportion to `size_bytes`: what takes twice the bytes takes twice the time."""
     assert isinstance(setup.work, Buffer)
     data = bytes(setup.work.size_bytes)
 
-    def run(steps: int) -> None:
-        for _ in range(steps):
-            hashlib.sha256(data).digest()
+    def step() -> None:
+        hashlib.sha256(data).digest()
 
-    return run
+    return step
 
 
-def cores(setup: Setup) -> Run:
+def cores(setup: Setup) -> Step:
     """Leaves the cores it runs on and its thread count in the meeting directory's sibling named by the environment."""
 
-    def run(steps: int) -> None:
+    def step() -> None:
         with open(os.path.join(os.environ["SEEN_DIR"], str(setup.rank)), "w") as seen:
             seen.write(f"{sorted(os.sched_getaffinity(0))} {setup.threads} {os.environ['OMP_NUM_THREADS']}")
 
-    return run
+    return step
 
 
-def dies_at_rank_1(setup: Setup) -> Run:
-    def run(steps: int) -> None:
+def dies_at_rank_1(setup: Setup) -> Step:
+    def step() -> None:
         if setup.rank == 1:
             raise RuntimeError("planted death")
 
-    return run
+    return step
 
 
-def refuses(setup: Setup) -> Run:
+def refuses(setup: Setup) -> Step:
     raise RuntimeError("planted refusal")
+
+
+def takes_turns_to_be_slow(setup: Setup) -> Step:
+    """Of two workers the one is slow in even steps, the other in odd ones."""
+    assert isinstance(setup.work, Buffer)
+    counted = itertools.count(setup.rank)
+    data = bytes(setup.work.size_bytes)
+
+    def step() -> None:
+        for _ in range(9 if next(counted) % 2 else 1):
+            hashlib.sha256(data).digest()
+
+    return step

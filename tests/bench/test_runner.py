@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from shoal.bench import results
-from shoal.bench.runner import compare, turn_order
+from shoal.bench.runner import LOCKSTEP, Turn, compare, turn_order
 from shoal.errors import SettingsContradict
 
 
@@ -28,9 +28,10 @@ class Planted:
     def start(self, n_workers: int, cores_per_worker: int) -> None:
         self._diary.append(f"start {self.name}")
 
-    def measure(self, steps: int) -> float:
+    def measure(self, steps: int) -> Turn:
         self._diary.append(self.name)
-        return self._step_s(next(self._turn))
+        step_s = self._step_s(next(self._turn))
+        return Turn(step_s, 1.25 * step_s)
 
     def stop(self) -> None:
         self._diary.append(f"stop {self.name}")
@@ -63,14 +64,31 @@ def test_a_planted_ratio_is_found_within_its_interval() -> None:
 
 
 def test_noise_makes_the_comparison_worthless_and_the_result_says_so() -> None:
-    result = run(planted(alone=noise(3, 0.010, 0.5), other=noise(4, 0.010, 0.5)), difference_claimed=["other"])
+    result = run(planted(alone=noise(3, 0.010, 0.5), other=noise(4, 0.010, 0.5)))
     assert any("worthless" in doubt for doubt in result.against("other").doubts)
     assert any("planted, other: worthless" in line for line in results.doubt_lines([result]))
 
 
-def test_a_claimed_difference_that_is_not_there_is_a_doubt() -> None:
-    result = run(planted(alone=noise(5, 0.01, 0.01), other=noise(6, 0.01, 0.01)), difference_claimed=["other"])
-    assert any("no difference shown" in doubt for doubt in result.against("other").doubts)
+def test_a_claim_to_be_faster_that_does_not_hold_is_a_doubt() -> None:
+    variants = planted(alone=noise(5, 0.01, 0.01), one=noise(6, 0.01, 0.01), other=noise(7, 0.01, 0.01))
+    result = run(variants, faster=[("one", "other")])
+    assert any("no difference shown" in doubt for doubt in result.against("one", "other").doubts)
+    assert any("planted, one against other: no difference" in line for line in results.doubt_lines([result]))
+    assert result.against("one").doubts == ()
+
+
+def test_two_variants_are_compared_with_each_other_round_by_round() -> None:
+    shared = [math.exp(random.Random(9).gauss(0, 0.3)) for _ in range(40)]  # what a round does to both
+    variants = planted(alone=noise(8, 0.01, 0.3), one=lambda turn: shared[turn], other=lambda turn: 1.1 * shared[turn])
+    result = run(variants, faster=[("one", "other")])
+    assert result.against("one", "other").efficiency.value == pytest.approx(1.1)
+    assert result.against("one", "other").doubts == ()
+    assert [claim.variant for claim in result.claims] == ["one"]
+
+
+def test_the_row_of_lockstep_says_what_waiting_for_the_slowest_would_cost_the_baseline() -> None:
+    result = run(planted(alone=lambda _: 0.01, other=lambda _: 0.02), lockstep=True)
+    assert result.against(LOCKSTEP).efficiency.value == pytest.approx(1 / 1.25)
 
 
 def test_a_slow_start_of_one_variant_is_dropped_for_all_and_replaced_by_more_rounds() -> None:
@@ -142,7 +160,7 @@ def test_too_few_rounds_and_unknown_names_are_refused_before_anything_starts() -
     with pytest.raises(SettingsContradict, match="at least 6"):
         run(planted(diary, alone=lambda _: 1.0), rounds=5)
     with pytest.raises(SettingsContradict, match="no variant is named other"):
-        run(planted(diary, alone=lambda _: 1.0), difference_claimed=["other"])
+        run(planted(diary, alone=lambda _: 1.0), faster=[("alone", "other")])
     assert diary == []
 
 
