@@ -2,8 +2,9 @@
 
     python -m benchmarks.core --workers 2 --threads 1 --models tiny resnet20 --optimizers sgd --json out.json
 
-Three sections. `training`: ms a step and efficiency against the same workers without any exchange, shoal against DDP, and
-`lockstep`: what waiting for the slowest worker of each step costs by itself on this machine. `exchange`: a sum of 94 MB over the group against one copy of the same bytes. `memory`: what the whole group takes, each shared page once.
+Three sections. `training`: ms a step and efficiency against the same workers without any exchange, shoal against DDP,
+and `lockstep`: what waiting for the slowest worker of each step costs by itself. `exchange`: a sum of 94 MB over the
+group against one copy of the same bytes. `memory`: what the whole group takes, each shared page once.
 """
 
 from __future__ import annotations

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shoal.sync.allreduce import AllReduce
     from shoal.sync.independent import Independent
+    from shoal.train.run import run
     from shoal.train.schedules import LinearScaling, SqrtScaling
-    from shoal.train.worker import Worker, run
+    from shoal.train.worker import Worker
 
 __version__ = "0.1.0"
 
@@ -20,7 +21,7 @@ _HOMES = {
     "LinearScaling": "shoal.train.schedules",
     "SqrtScaling": "shoal.train.schedules",
     "Worker": "shoal.train.worker",
-    "run": "shoal.train.worker",
+    "run": "shoal.train.run",
 }
 
 __all__ = ["AllReduce", "Independent", "LinearScaling", "SqrtScaling", "Worker", "run"]

@@ -1,7 +1,7 @@
 """What a measured worker process does in its turns, found by name.
 
-A body is `body(setup) -> step`, and `step()` does one step. It is called in the worker's process, pinned, before anything
-heavy is imported: this module does not import torch, so that the runner does not either.
+A body is `body(setup) -> step`, and `step()` does one step. It is called in the worker's process, pinned, before
+anything heavy is imported: this module does not import torch, so that the runner does not either.
 """
 
 from __future__ import annotations

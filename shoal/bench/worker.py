@@ -1,7 +1,8 @@
 """One process of a measured group: `python -m shoal.bench.worker FD`, commanded over the socket FD.
 
 First comes a `Setup` and the cores to stay on; the answer is True once the body is ready. Then each `(lead_in, steps)`
-is answered with the seconds that each of the `steps` took; None ends the process. Between commands it is blocked in a read.
+is answered with the seconds that each of the `steps` took; None ends the process. Between commands it is blocked in a
+read.
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ import contextlib
 import faulthandler
 import gc
 import importlib
-import importlib.util
 import json
 import os
 import runpy
@@ -156,8 +155,7 @@ def _preload() -> None:
     torch.set_num_threads(1)
     importlib.import_module("shoal.control.protocol")  # sets gRPC's options, so it comes before gRPC
     importlib.import_module("grpc")
-    if importlib.util.find_spec("shoal.train.worker") is not None:
-        importlib.import_module("shoal.train.worker")
+    importlib.import_module("shoal.train.run")
     # The first optimizer of a process imports 800 modules (torch._dynamo), more than a second of every worker's start.
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
     gc.collect()

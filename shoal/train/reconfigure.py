@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from dataclasses import dataclass
 
 import torch
 
@@ -16,6 +17,18 @@ from shoal.sync.words import Words
 
 class Leave(BaseException):
     """This worker is no longer wanted in the job; not an Exception, so that user code does not catch it by accident."""
+
+
+@dataclass(frozen=True)
+class Reconfiguration:
+    """A new generation, as `on_reconfigure` sees it."""
+
+    generation: int
+    workers: tuple[str, ...]
+    rank: int
+    step: int  # the newest committed one
+    redone: bool  # whether a step in flight was given up and comes again
+    took_s: float  # from giving up or finishing the last step until this worker could go on
 
 
 class Parking:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import random
 import signal
-import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -22,7 +19,7 @@ from torch.utils.data import Dataset
 
 from shoal import errors, metrics
 from shoal.control.client import Client, Progress
-from shoal.control.rundir import RunDir, default_path
+from shoal.control.rundir import RunDir
 from shoal.control.timeouts import Timeouts
 from shoal.data import ledger
 from shoal.data.audit import AuditWriter, declare
@@ -32,29 +29,17 @@ from shoal.errors import Changed
 from shoal.metrics import fault_point
 from shoal.sync.allreduce import AllReduce
 from shoal.sync.group import Group, Notice
-from shoal.sync.memory import Channel, HostMemory, OwnMemory, keep_freed_memory
+from shoal.sync.memory import HostMemory
 from shoal.sync.record import Record, Records
 from shoal.sync.replica import Replica, Scheduler
 from shoal.sync.sync import Sync
 from shoal.sync.words import Words
-from shoal.train.reconfigure import Leave, Parking, Placement
+from shoal.train.reconfigure import Leave, Parking, Placement, Reconfiguration
 from shoal.train.schedules import Schedule
 from shoal.train.step import Attempt, Policy, Stepper, StepReport
 
 OnStep = Callable[[StepReport], None]
 OnEpoch = Callable[[int], None]
-
-
-@dataclass(frozen=True)
-class Reconfiguration:
-    """A new generation, as `on_reconfigure` sees it."""
-
-    generation: int
-    workers: tuple[str, ...]
-    rank: int
-    step: int  # the newest committed one
-    redone: bool  # whether a step in flight was given up and comes again
-    took_s: float  # from giving up or finishing the last step until this worker could go on
 
 
 OnReconfigure = Callable[[Reconfiguration], None]
@@ -546,66 +531,3 @@ def _seed_everything(seed: int) -> None:
 
 def _nothing() -> None:
     """Being asked to leave needs no answer: the generation without this worker is on its way."""
-
-
-def run(main: Callable[[Worker], None]) -> None:
-    """Run `main(worker)` as a worker of the job this process was started for; without one, as a job of one worker with
-    a coordinator of its own."""
-    keep_freed_memory()
-    try:
-        if "SHOAL_WORKER_ID" in os.environ:
-            _run_launched(main)
-        else:
-            _run_alone(main)
-    except Leave:
-        sys.exit(0)
-
-
-def _run_launched(main: Callable[[Worker], None]) -> None:
-    env = os.environ
-    channel = socket.socket(fileno=os.dup(int(env["SHOAL_CHANNEL_FD"])))
-    channel.set_inheritable(False)
-    placement = Placement(int(env.get("SHOAL_THREADS", "0")), env.get("SHOAL_PIN", "1") == "1")
-    worker = Worker(
-        env["SHOAL_WORKER_ID"],
-        env["SHOAL_HOST"],
-        RunDir.open(env["SHOAL_DIR"]),
-        env["SHOAL_ADDRESS"],
-        Channel(channel),
-        Timeouts(float(env["SHOAL_BUDGET_S"])),
-        placement,
-    )
-    _live(worker, main)
-
-
-def _run_alone(main: Callable[[Worker], None]) -> None:
-    from shoal.control.coordinator import EmbeddedCoordinator
-    from shoal.control.membership import found
-
-    try:
-        path = os.environ.get("SHOAL_DIR") or default_path(sys.argv[0] or "python")
-        run_dir = RunDir.create(path, {"script": sys.argv[0], "workers": 1})
-        coordinator = EmbeddedCoordinator(run_dir, found(1, 1, 1))
-        address = coordinator.start()
-        try:
-            _live(Worker("w0", socket.gethostname(), run_dir, address, OwnMemory(), Timeouts(), None), main)
-        finally:
-            coordinator.stop()
-    except errors.UserMistake as mistake:
-        print(f"shoal: {type(mistake).__name__}: {mistake}", file=sys.stderr)
-        sys.exit(2)
-
-
-def _live(worker: Worker, main: Callable[[Worker], None]) -> None:
-    if (plugin := os.environ.get("SHOAL_PLUGIN")) is not None:  # "module:function", called with the worker
-        module, function = plugin.split(":")
-        getattr(importlib.import_module(module), function)(worker)
-    signal.signal(signal.SIGTERM, worker.on_sigterm)
-    try:
-        main(worker)
-        worker.finish()
-    except Exception as problem:
-        worker.fail(problem)
-        raise
-    finally:
-        worker.close()
