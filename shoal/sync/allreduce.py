@@ -15,10 +15,10 @@ from shoal.sync import words as w
 from shoal.sync.arena import Arena, shaped
 from shoal.sync.group import Group
 from shoal.sync.layout import plan
+from shoal.sync.linear import Target, redirect
 from shoal.sync.memory import HostMemory, OwnMemory
 from shoal.sync.replica import Replica, raw_bytes
 from shoal.sync.slices import Slice
-from shoal.sync.straight import Target, redirect
 from shoal.sync.sync import Sync, Verdict
 from shoal.sync.words import Words
 
@@ -31,8 +31,8 @@ class AllReduce(Sync):
         layout, self._parameters = plan(replica)
         if words.layout not in (0, layout.digest):
             raise errors.WorkersDiffer(
-                "this worker's model or optimizer has other shapes, dtypes or groups than the job's: "
-                "every worker must build the same one"
+                f"this worker's model ({layout}) has other names, shapes, dtypes or groups than the job's: "
+                f"every worker must build the same one"
             )
         self._words = words
         self._arena = Arena(layout, memory)
@@ -92,8 +92,8 @@ class AllReduce(Sync):
         return Target(self._parameters[index], self._lane.views[index], self._mark(index))
 
     @property
-    def layout_digest(self) -> int:
-        return self._arena.layout.digest & 0xFFFFFFFF
+    def model(self) -> str:
+        return str(self._arena.layout)
 
     def enter(self, group: Group) -> None:
         self._group = group
@@ -172,8 +172,8 @@ class AllReduce(Sync):
         for parameter in self._all_parameters():
             parameter.data = parameter.detach().clone()
 
-    def edit(self, group: Group, writer: int) -> None:
-        if group.rank != writer:
+    def edit(self, group: Group, editor: int) -> None:
+        if group.rank != editor:
             return
         seq = group.seq + 1
         whole = Slice(self._arena, self._replica.optimizer, [self._lane], 0, 1)

@@ -65,7 +65,6 @@ class Group:
         self._notice = notice
         self._spin_s = SPIN_S if spin else 0.0
         self.seq = 0  # of the newest commit, known once entered
-        self.waited_s = 0.0
 
     def enter(self) -> None:
         """Park until every member and leaver has left the older generations; then `seq` is what is committed.
@@ -126,7 +125,6 @@ class Group:
     def _wait(self, slot: int, word: int, value: int, *, at_least: bool = False) -> None:
         """Until the slot's word is `value` (or above it). Changed when that can no longer be."""
         words, notice, number = self.words, self._notice, self.generation.number
-        began_s = w.now_s()
         notice.ends_at, notice.awaited_since_s = number, time.monotonic()
         notice.awaited_id, notice.awaited = self._ids[slot], slot
         try:
@@ -138,11 +136,10 @@ class Group:
                     return
                 if notice.over() or (not at_least and words.get(slot, w.ACK) > number):
                     raise Changed
-                if w.now_s() - began_s >= self._spin_s:
+                if time.monotonic() - notice.awaited_since_s >= self._spin_s:
                     words.sleep(slot, bell, NET_S)
         finally:
             notice.awaited = None
-            self.waited_s += w.now_s() - began_s
 
 
 def acknowledge(words: Words, slot: int, number: int) -> None:

@@ -44,7 +44,7 @@ class Independent(Sync):
     def open_edit(self) -> None:
         pass
 
-    def edit(self, group: Group, writer: int) -> None:
+    def edit(self, group: Group, editor: int) -> None:
         pass
 
     def settle(self, group: Group) -> None:

@@ -52,6 +52,11 @@ class Layout:
     def elements(self) -> int:
         return sum(segment.numel for segment in self.segments)
 
+    def __str__(self) -> str:
+        trained = sum(tensor.numel for segment in self.segments for tensor in segment.tensors)
+        tensors = self.tensors + len(self.frozen)
+        return f"{tensors} tensors, {trained:,} parameters, names and shapes {self.digest & 0xFFFFFFFF:08x}"
+
 
 def element_bytes(dtype: torch.dtype) -> int:
     return torch.empty(0, dtype=dtype).element_size()

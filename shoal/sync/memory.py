@@ -78,11 +78,8 @@ class HostMemory(Protocol):
 class OwnMemory:
     """The memory of a worker that is alone: it makes what it opens."""
 
-    def __init__(self, limit_bytes: int | None = None) -> None:
-        self._limit_bytes = limit_bytes
-
     def open(self, name: str, size_bytes: int) -> int:
-        return create(name, size_bytes, self._limit_bytes)
+        return create(name, size_bytes)
 
 
 class Channel:
@@ -90,9 +87,6 @@ class Channel:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-
-    def fileno(self) -> int:
-        return self._sock.fileno()
 
     def send(self, packet: dict[str, Any]) -> None:
         self._sock.send(json.dumps(packet).encode())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import zlib
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
@@ -86,8 +85,7 @@ class Replica:
         self.frozen = [(name, p) for name, p in parameters.items() if id(p) not in stepped]
         self.buffers = Buffers(model)
         self._sizes = [len(group["params"]) for group in optimizer.param_groups]
-        self._digested: tuple[list[Any], int] = ([], 0)
-        self._options_text = "[]"
+        self._written: tuple[list[Any], str] = ([], "[]")
 
     @contextlib.contextmanager
     def rates_times(self, factor: float) -> Iterator[None]:
@@ -102,15 +100,9 @@ class Replica:
             for group, rate in zip(groups, rates, strict=False):
                 group["lr"] = rate
 
-    def options(self) -> list[dict[str, Any]]:
-        """The hyperparameters of each parameter group, as far as they can be written down."""
-        return [
-            {key: _plain(value) for key, value in group.items() if key != "params"}
-            for group in self.optimizer.param_groups
-        ]
-
-    def options_digest(self) -> int:
-        """Equal on workers whose hyperparameters are. Worked out anew only when one has changed."""
+    def options_text(self) -> str:
+        """The hyperparameters of each parameter group as JSON, as far as they can be written down. Worked out anew only
+        when one has changed."""
         if [len(group["params"]) for group in self.optimizer.param_groups] != self._sizes:
             raise errors.OptimizerUnusable(
                 "the optimizer's parameter groups changed after attach(): add all of them before"
@@ -118,18 +110,18 @@ class Replica:
         values = [value for group in self.optimizer.param_groups for key, value in group.items() if key != "params"]
         if any(isinstance(value, torch.Tensor) for value in values):
             values = []  # a tensor may have changed in place
-        if not values or values != self._digested[0]:
-            self._options_text = json.dumps(self.options())
-            self._digested = values, zlib.crc32(self._options_text.encode())
-        return self._digested[1]
+        if not values or values != self._written[0]:
+            groups = self.optimizer.param_groups
+            options = [{key: _plain(value) for key, value in group.items() if key != "params"} for group in groups]
+            self._written = values, json.dumps(options)
+        return self._written[1]
 
     def text(self) -> bytes:
         """Hyperparameters and schedulers as they are now, for the record of the commit."""
-        self.options_digest()
         schedulers = [
             {key: _plain(value) for key, value in scheduler.state_dict().items()} for scheduler in self.schedulers
         ]
-        return f"[{self._options_text}, {json.dumps(schedulers)}]".encode()
+        return f"[{self.options_text()}, {json.dumps(schedulers)}]".encode()
 
     def take_text(self, text: bytes) -> None:
         """Take hyperparameters and schedulers from the record of a commit."""

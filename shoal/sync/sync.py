@@ -34,9 +34,10 @@ class Sync(ABC):
         """Take over the model and the optimizer. Errors in them show here."""
 
     @property
-    def layout_digest(self) -> int:
-        """Of 32 bits: equal on workers whose models have the same tensors. Zero where that does not matter."""
-        return 0
+    def model(self) -> str:
+        """The shared model in a few words, alike on workers whose models have the same tensors. Empty where that does
+        not matter."""
+        return ""
 
     @abstractmethod
     def enter(self, group: Group) -> None:
@@ -64,8 +65,8 @@ class Sync(ABC):
         Changed: the generation is over."""
 
     @abstractmethod
-    def edit(self, group: Group, writer: int) -> None:
-        """Write the parameters that rank `writer` holds privately as commit `group.seq + 1`."""
+    def edit(self, group: Group, editor: int) -> None:
+        """Write the parameters that rank `editor` holds privately as commit `group.seq + 1`."""
 
     @abstractmethod
     def open_edit(self) -> None:

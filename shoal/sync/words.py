@@ -9,18 +9,17 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-import time
 from collections.abc import Sequence
 
 from shoal.control.membership import MAX_SLOTS
 from shoal.sync.memory import HostMemory, map_bytes
 
 # A slot's words, by index of 8 bytes within its cache line.
-BELL, ACK, READY, REDUCED, DONE, SEEN, OPTIONS, NAMES = range(8)
+BELL, ACK, READY, REDUCED, DONE, SEEN, STATEMENT, NAMES = range(8)
 _LINE = 8
 
 # A slot's values (64-bit floats), valid once READY (or REDUCED, for the norm) carries the tag.
-WEIGHT, LOSS, NORM, METRICS = 0, 1, 2, 4
+WEIGHT, LOSS, NORM, PASS, METRICS = 0, 1, 2, 3, 4
 MAX_METRICS = 28
 _VALUES = 32
 MAX_NAMES_BYTES = 4000
@@ -29,7 +28,9 @@ _COMMIT, _LAYOUT, _NAMES_BYTES, _GREETING = 0, 8, 16, 24
 _NAMES_AT = 64
 _SLOTS_AT = 4096
 _VALUES_AT = _SLOTS_AT + MAX_SLOTS * _LINE * 8
-_RECORD_AT = _VALUES_AT + MAX_SLOTS * _VALUES * 8
+_STATEMENTS_AT = _VALUES_AT + MAX_SLOTS * _VALUES * 8
+_STATEMENT_BYTES = 4096
+_RECORD_AT = _STATEMENTS_AT + MAX_SLOTS * _STATEMENT_BYTES
 RECORD_BYTES = 128 * 1024
 SIZE_BYTES = _RECORD_AT + RECORD_BYTES
 
@@ -73,7 +74,7 @@ class Words:
         view = memoryview(self._map)
         self._u64 = view[:_VALUES_AT].cast("Q")
         self._u32 = view[:_VALUES_AT].cast("I")
-        self._f64 = view[_VALUES_AT:_RECORD_AT].cast("d")
+        self._f64 = view[_VALUES_AT:_STATEMENTS_AT].cast("d")
         self.record = view[_RECORD_AT:]
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
@@ -117,6 +118,16 @@ class Words:
         self._u64[at + 1], self._u64[at + 2] = where[1], where[2]
         self._u64[at] = where[0]
 
+    def statement(self, slot: int) -> bytes:
+        """What the slot's worker said it brings to the next commit, as far as it fits. Read it after READY."""
+        at = _STATEMENTS_AT + slot * _STATEMENT_BYTES
+        return bytes(self._map[at : at + _STATEMENT_BYTES]).partition(b"\0")[0]
+
+    def set_statement(self, slot: int, text: bytes) -> None:
+        at = _STATEMENTS_AT + slot * _STATEMENT_BYTES
+        text = text[: _STATEMENT_BYTES - 1] + b"\0"
+        self._map[at : at + len(text)] = text
+
     def get(self, slot: int, word: int) -> int:
         return self._u64[_SLOTS_AT // 8 + slot * _LINE + word]
 
@@ -152,7 +163,3 @@ class Words:
     def values(self, slot: int, start: int, count: int) -> Sequence[float]:
         at = slot * _VALUES + start
         return self._f64[at : at + count].tolist()
-
-
-def now_s() -> float:
-    return time.perf_counter()

@@ -42,8 +42,9 @@ class _Scaling(Schedule):
         start = self._scale(at.size_before / self.base_size) if at.size_before else min(1.0, there)
         return start + (there - start) * (at.steps_since_change + 1) / (self.warmup_steps + 1)
 
+    @abstractmethod
     def _scale(self, ratio: float) -> float:
-        raise AssertionError("a scaling rule says how")
+        """The factor for a group of `ratio` × base_size workers."""
 
 
 class LinearScaling(_Scaling):

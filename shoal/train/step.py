@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
-import zlib
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import dataclass, replace
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from shoal import errors
 from shoal.data.audit import AuditWriter, digest
-from shoal.data.ledger import Cursor, GlobalBatch, Pass, advance, split, take
+from shoal.data.ledger import Cursor, Pass, advance, split, take
 from shoal.metrics import fault_point
-from shoal.sync import words as w
 from shoal.sync.group import Group
 from shoal.sync.record import Record, Records
 from shoal.sync.replica import Replica
 from shoal.sync.sync import Sync, Verdict
-from shoal.train.schedules import Schedule, Situation
-
-# What a worker brings to a commit. FRESH: a step, by a newcomer that takes its hyperparameters from rank 0.
-TRAIN, EDIT, FOUND, FRESH = 1, 2, 3, 4
+from shoal.train.ballot import EDIT, FOUND, FRESH, TRAIN, Attempt, Ballot, Policy, Tally
+from shoal.train.schedules import Situation
 
 
 @dataclass(frozen=True)
@@ -45,50 +37,13 @@ class StepReport:
     duration_s: float
 
 
-@dataclass
-class Attempt:
-    """What this worker has done so far for one step: micro-batches of its share."""
-
-    batch: GlobalBatch
-    lo: int
-    hi: int
-    began_s: float
-    ids: list[npt.NDArray[np.int64]] = field(default_factory=list)
-    counted: int = 0  # samples that gave a loss
-    loss: float = 0.0  # summed over them
-    metrics: dict[str, float] = field(default_factory=dict)  # likewise
-
-    def add(self, samples: int, loss: float, metrics: dict[str, float]) -> None:
-        self.counted += samples
-        self.loss += loss * samples
-        for name, value in metrics.items():
-            self.metrics[name] = self.metrics.get(name, 0.0) + float(value) * samples
-
-
-@dataclass(frozen=True)
-class Tally:
-    loss: float  # mean over the step's samples
-    metrics: dict[str, float]
-    losses: list[float]  # of each rank, summed over its samples
-    finite: bool
-
-
-@dataclass(frozen=True)
-class Policy:
-    """What `Worker.attach` was told about steps."""
-
-    loss: Literal["mean", "sum"] = "mean"
-    clip_norm: float | None = None
-    nan: Literal["stop", "skip"] = "stop"
-    schedule: Schedule | None = None
-
-
 class Stepper:
     def __init__(self, sync: Sync, replica: Replica, records: Records, audit: AuditWriter, policy: Policy) -> None:
         self._sync, self._replica, self._records, self._audit, self._policy = sync, replica, records, audit, policy
-        self._policy_digest = zlib.crc32(repr(policy).encode())
+        self._ballot = Ballot(replica, policy, sync.model)
         self._text, self._placed = b"", (0, 0)
         self.fresh = False  # a newcomer, until its first commit
+        self.newest_pass = 0  # of the last step that was voted on
         self.pending: StepReport | None = None
         self.is_mean = policy.loss == "mean"
 
@@ -100,22 +55,24 @@ class Stepper:
     def train(
         self, group: Group, record: Record, cursor: Cursor, pass_: Pass, attempt: Attempt
     ) -> tuple[StepReport | None, bool]:
-        """Commit the step this worker's gradients belong to. None: somebody's edit was committed instead, and the step
+        """Commit the step this worker's gradients belong to. None: an edit was committed instead, and the step
         comes again. True: all members now enter a newer generation. Changed: this worker does not know; if `pending`
         is set, what is committed in the next generation says whether it was this."""
         self.pending = None
         fault_point("lane")
         if group.rank == 0 and not self.fresh:
             self._greet(group, record)
-        self._post(group, FRESH if self.fresh else TRAIN, attempt, pass_.index)
+        self._ballot.post(group, FRESH if self.fresh else TRAIN, attempt)
         group.ready()
-        if self.fresh:
+        self.newest_pass = self._ballot.newest_pass(group)
+        if self.fresh and self.newest_pass == pass_.index:
             self._take_greeting(group)
-            self._post(group, TRAIN, attempt, pass_.index)
-        if (writer := self._agree(group, TRAIN)) is not None:
-            return None, self._commit_edit(group, record, writer)
+            self._ballot.post(group, TRAIN, attempt)
+        if (editor := self._ballot.editor(group)) is not None:
+            return None, self._commit_edit(group, record, editor)
+        self._ballot.check(group)
         after = advance(cursor, attempt.batch)
-        tally = self._tally(group, attempt)
+        tally = self._ballot.tally(group)
         if not tally.finite and self._policy.nan == "stop":
             raise _not_finite(group, attempt, tally, after.step)
         verdict = Verdict(tally.finite, self._policy.clip_norm, self._factor(group, record, after))
@@ -144,17 +101,17 @@ class Stepper:
 
     def edit(self, group: Group, record: Record) -> bool:
         """Commit parameters that this worker changed privately. True: all members now enter a newer generation."""
-        self._post(group, EDIT)
+        self._ballot.post(group, EDIT)
         group.ready()
-        writer = self._agree(group, EDIT)
-        assert writer is not None
-        return self._commit_edit(group, record, writer)
+        editor = self._ballot.editor(group)
+        assert editor is not None
+        return self._commit_edit(group, record, editor)
 
     def found(self, group: Group) -> bool:
         """Commit rank 0's first state. True: all members now enter a newer generation."""
-        self._post(group, FOUND)
+        self._ballot.post(group, FOUND)
         group.ready()
-        self._agree(group, FOUND)
+        self._ballot.check(group)
         self._sync.found(group)
         if group.rank == 0:
             place, size = self._records.write_text(Record(), self._replica.text())
@@ -185,9 +142,9 @@ class Stepper:
         if generation == group.generation.number:  # if not, rank 0 is as new as this worker
             self._replica.take_text(self._records.text(place, size))
 
-    def _commit_edit(self, group: Group, record: Record, writer: int) -> bool:
-        self._sync.edit(group, writer)
-        if group.rank == writer:
+    def _commit_edit(self, group: Group, record: Record, editor: int) -> bool:
+        self._sync.edit(group, editor)
+        if group.rank == editor:
             self._place_text(record)
             placed = {"text_place": self._placed[0], "text_bytes": self._placed[1]}
             self._records.write(group.seq + 1, replace(record, **placed))
@@ -199,72 +156,6 @@ class Stepper:
         planned = group.commit()
         self._sync.settle(group)
         return planned
-
-    def _post(self, group: Group, kind: int, attempt: Attempt | None = None, pass_index: int = 0) -> None:
-        """Say what this worker brings to the next commit, and with which hyperparameters."""
-        words, slot = group.words, group.slot
-        digest = self._replica.options_digest() ^ self._policy_digest
-        if kind == FOUND:
-            digest ^= self._sync.layout_digest
-        if attempt is not None:  # workers must also bring the same samples to the step
-            digest ^= zlib.crc32(repr((pass_index, attempt.batch)).encode())
-        words.put(slot, w.OPTIONS, kind << 32 | digest)
-        if attempt is not None:
-            names = sorted(attempt.metrics)
-            text = json.dumps(names).encode()
-            if len(names) > w.MAX_METRICS or len(text) > w.MAX_NAMES_BYTES:
-                raise errors.SettingsContradict(
-                    f"{len(names)} metrics with names of {len(text)} bytes in one step: at most {w.MAX_METRICS}, with "
-                    f"{w.MAX_NAMES_BYTES} bytes, are averaged; leave some out"
-                )
-            words.put(slot, w.NAMES, zlib.crc32(text) if attempt.counted else 0)
-            if group.rank == 0 and text != words.names:
-                words.names = text
-            words.set_value(slot, w.WEIGHT, attempt.counted)
-            words.set_value(slot, w.LOSS, attempt.loss)
-            for index, name in enumerate(names):
-                words.set_value(slot, w.METRICS + index, attempt.metrics[name])
-
-    def _agree(self, group: Group, kind: int) -> int | None:
-        """The lowest rank that edits, if anybody does. WorkersDiffer when hyperparameters are not the same."""
-        words = group.words
-        mine = words.get(group.slot, w.OPTIONS), words.get(group.slot, w.NAMES)
-        editor = None
-        for rank, slot in reversed(list(enumerate(group.slots))):
-            options, names = words.get(slot, w.OPTIONS), words.get(slot, w.NAMES)
-            if options >> 32 == EDIT:
-                editor = rank
-            elif options >> 32 == FRESH:
-                continue  # it looks at the others' and takes them
-            elif kind != EDIT and (options != mine[0] or (names and mine[1] and names != mine[1])):
-                raise self._differ(group, rank, kind, only_metrics=options == mine[0])
-        return editor
-
-    def _differ(self, group: Group, rank: int, kind: int, *, only_metrics: bool) -> errors.WorkersDiffer:
-        here, there = group.members[group.rank].worker_id, group.members[rank].worker_id
-        if kind == FOUND:
-            what = "names, shapes or dtypes of their model's tensors, hyperparameters, or settings of attach()"
-        elif only_metrics:
-            what = "names of metrics"
-        else:
-            what = "samples, hyperparameters, or settings of attach()"
-        return errors.WorkersDiffer(
-            f"{here} and {there} differ in {what} ({here} has {self._replica.options()}): every worker must run the "
-            f"same script with the same settings; change a learning rate on all of them, or in a scheduler"
-        )
-
-    def _tally(self, group: Group, attempt: Attempt) -> Tally:
-        """Everybody's losses and metrics, read while nobody can move on."""
-        words = group.words
-        names: list[str] = json.loads(words.names)  # rank 0's: a worker with an empty share has none of its own
-        samples = sum(words.value(slot, w.WEIGHT) for slot in group.slots) or 1.0
-        losses = [words.value(slot, w.LOSS) for slot in group.slots]
-        # A slot whose worker counted nothing has not written its values.
-        counted = [slot for slot in group.slots if words.value(slot, w.WEIGHT)]
-        sums = [words.values(slot, w.METRICS, len(names)) for slot in counted]
-        metrics = {name: sum(values[index] for values in sums) / samples for index, name in enumerate(names)}
-        loss = sum(losses) / samples
-        return Tally(loss, metrics, losses, math.isfinite(loss))
 
     def _factor(self, group: Group, record: Record, after: Cursor) -> float:
         if self._policy.schedule is None:

@@ -34,9 +34,10 @@ from shoal.sync.record import Record, Records
 from shoal.sync.replica import Replica, Scheduler
 from shoal.sync.sync import Sync
 from shoal.sync.words import Words
+from shoal.train.ballot import Attempt, Policy
 from shoal.train.reconfigure import Leave, Parking, Placement, Reconfiguration
 from shoal.train.schedules import Schedule
-from shoal.train.step import Attempt, Policy, Stepper, StepReport
+from shoal.train.step import Stepper, StepReport
 
 OnStep = Callable[[StepReport], None]
 OnEpoch = Callable[[int], None]
@@ -207,11 +208,11 @@ class Worker:
             ),
         )  # fmt: skip
 
-    def step(self, loss: torch.Tensor | None, **measures: float | torch.Tensor) -> bool:
+    def step(self, loss: torch.Tensor | None, **metrics: float | torch.Tensor) -> bool:
         """Backward, and with the last micro-batch of a step the step itself, together with all other workers.
 
         True: a step was committed. False: either micro-batches of it are left, or workers came or went; then the same
-        samples come again from `batches`, split anew. `measures` are averaged over all samples of the step for
+        samples come again from `batches`, split anew. `metrics` are averaged over all samples of the step for
         `on_step`. None as loss: these samples count as used and give no gradient.
         """
         batch, attempt, group = self._current, self._attempt, self._group
@@ -225,7 +226,7 @@ class Worker:
                 _check_loss(loss)
                 self._stepper.gradients(loss, attempt, len(batch))
                 mean = loss.item() if self._stepper.is_mean else loss.item() / len(batch)
-                attempt.add(len(batch), mean, {name: float(value) for name, value in measures.items()})
+                attempt.add(len(batch), mean, {name: float(value) for name, value in metrics.items()})
             if batch.fetched.micro + 1 < batch.fetched.micros:
                 return False
             return self._exchange(group, attempt)
@@ -283,6 +284,8 @@ class Worker:
             while True:
                 if self._group.changed:
                     self._reconfigure(attempted=self._group.seq + 1 if self._attempt is not None else None)
+                if self._stepper is not None and self._stepper.newest_pass > pass_.index:
+                    return  # the others left this pass early, before this newcomer's first step
                 if self._split_is_new:
                     self._end_dropped_epoch(pass_)
                     loader.start(self._cursor(pass_), self._group.rank, self._group.size)
@@ -308,7 +311,7 @@ class Worker:
         cursor = self._cursor(pass_)
         if fetched.micro == 0 or self._attempt is None:
             lo, hi = ledger.split(fetched.batch, self._group.rank, self._group.size)
-            self._attempt = Attempt(fetched.batch, lo, hi, time.perf_counter())
+            self._attempt = Attempt(pass_.index, fetched.batch, lo, hi, time.perf_counter())
             self._sync.begin()
         self._attempt.ids.append(fetched.ids)
         # Randomness is a function of the step and of the place in its split: there is nothing to restore after a

@@ -48,6 +48,17 @@ def passes(worker: shoal.Worker) -> None:
     write(worker, {"seen": seen})
 
 
+def breaks(worker: shoal.Worker) -> None:
+    """Each call of batches is left after two steps."""
+    net = model(Case(""))
+    worker.attach(net, torch.optim.SGD(net.parameters(), lr=0.01))
+    for half in range(1, 121):
+        for batch in worker.batches(data(Case("")), global_batch=24):
+            worker.step(loss_of(net, batch))
+            if worker.steps >= 2 * half:
+                break
+
+
 def poisoned(worker: shoal.Worker) -> None:
     """The loss of one step is not a number."""
     net = model(Case(""))

@@ -20,7 +20,12 @@ QUICK = ("--threads", "1", "--backoff", "0")
 
 
 def job(
-    tmp_path: Path, scene: str, *args: str, plan: FaultPlan | None = None, workers: int = 2, options: Sequence[str] = ()
+    tmp_path: Path,
+    scene: str,
+    *args: str,
+    plan: FaultPlan | None = None,
+    workers: int | str = 2,
+    options: Sequence[str] = (),
 ) -> LocalJob:
     (tmp_path / "out").mkdir(exist_ok=True)
     return LocalJob(
@@ -100,6 +105,7 @@ def test_workers_whose_hyperparameters_differ_end_the_job_with_one_line(tmp_path
     result = job(tmp_path, "differs").run()
     assert result.exit_code == 2
     assert last_line(result.output).startswith("shoal: WorkersDiffer: ")
+    assert " lr of group 0 (" in last_line(result.output)
 
 
 def test_newcomers_have_the_hyperparameters_that_callbacks_and_edits_have_set(tmp_path: Path) -> None:
@@ -111,6 +117,15 @@ def test_newcomers_have_the_hyperparameters_that_callbacks_and_edits_have_set(tm
     rates = [one["rate"] for one in written(tmp_path).values()]
     assert len(rates) >= 3
     assert rates == pytest.approx([0.1 * 0.99**300] * len(rates))
+
+
+def test_newcomers_follow_members_that_have_left_a_pass_early(tmp_path: Path) -> None:
+    plan = FaultPlan().join(at_step=20).join(at_step=60).join(at_step=100).join(at_step=140)
+    result = job(tmp_path, "breaks", plan=plan, workers="2:6").run()
+    assert result.exit_code == 0, result.output
+    assert result.audit.clean, str(result.audit)
+    assert len(set(result.digests.values())) == 1
+    assert len(result.digests) == 6
 
 
 def test_workers_whose_models_differ_end_the_job_with_one_line(tmp_path: Path) -> None:

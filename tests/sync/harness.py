@@ -23,7 +23,8 @@ from shoal.sync.record import Records
 from shoal.sync.replica import Replica
 from shoal.sync.sync import Sync
 from shoal.sync.words import Words
-from shoal.train.step import Attempt, Policy, Stepper, StepReport
+from shoal.train.ballot import Attempt, Policy
+from shoal.train.step import Stepper, StepReport
 
 JOIN_S = 60.0
 
@@ -103,7 +104,7 @@ class ThreadWorker:
         """One step over the global batch `ids`, of which this worker takes its share."""
         batch = GlobalBatch(0, 0, len(ids))
         lo, hi = split(batch, self.group.rank, self.group.size)
-        attempt = Attempt(batch, lo, hi, 0.0)
+        attempt = Attempt(0, batch, lo, hi, 0.0)
         self.sync.begin()
         for start, end in micro(lo, hi, accumulate):
             mine = torch.tensor(ids[start:end])

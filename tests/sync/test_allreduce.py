@@ -13,12 +13,12 @@ from torch import nn, optim
 from torch.nn import functional as F
 
 from shoal import errors
-from shoal.sync import straight
+from shoal.sync import linear
 from shoal.sync.independent import Independent
 from shoal.sync.probe import unit_of
 from shoal.sync.replica import Replica
-from shoal.train.schedules import LinearScaling
-from shoal.train.step import Policy
+from shoal.train.ballot import Policy
+from shoal.train.schedules import LinearScaling, Schedule, Situation
 from tests.sync.harness import Host, ThreadWorker, state_of
 
 torch.manual_seed(1)
@@ -191,8 +191,49 @@ def test_workers_whose_hyperparameters_differ_are_told_so(tmp_path: Path) -> Non
     workers = [ThreadWorker(host, slot, m, optim.SGD(m.parameters(), lr=0.1)) for slot, m in enumerate(models)]
     host.together(workers, lambda one: one.enter(1, (0, 1)))
     workers[1].optimizer.param_groups[0]["lr"] = 0.2
-    with pytest.raises(errors.WorkersDiffer, match="hyperparameters"):
+    with pytest.raises(errors.WorkersDiffer, match=r"lr of group 0 \((0.1 and 0.2|0.2 and 0.1)\)"):
         host.together(workers, lambda one: one.step(BATCHES[0], mean_loss))
+
+
+@pytest.mark.parametrize(
+    ("policy", "what"),
+    [(Policy(clip_norm=2.0), r"clip_norm \((1.0 and 2.0|2.0 and 1.0)\)"), (Policy(nan="skip", clip_norm=1.0), "nan")],
+)
+def test_workers_whose_settings_differ_are_told_which(policy: Policy, what: str, tmp_path: Path) -> None:
+    host = Host(tmp_path)
+    policies = [Policy(clip_norm=1.0), policy]
+    workers = [
+        ThreadWorker(host, slot, (m := mlp()), optim.SGD(m.parameters(), lr=0.1), policy=one)
+        for slot, one in enumerate(policies)
+    ]
+    with pytest.raises(errors.WorkersDiffer, match=what):
+        host.together(workers, lambda one: one.enter(1, (0, 1)))
+
+
+def test_a_schedule_without_a_repr_of_its_own_is_no_difference(tmp_path: Path) -> None:
+    class Half(Schedule):
+        def factor(self, at: Situation) -> float:
+            return 0.5
+
+    host = Host(tmp_path)
+    workers = [
+        ThreadWorker(host, slot, (m := mlp()), optim.SGD(m.parameters(), lr=0.1), policy=Policy(schedule=Half()))
+        for slot in (0, 1)
+    ]
+    host.together(workers, lambda one: one.enter(1, (0, 1)))
+    assert host.together(workers, lambda one: one.step(BATCHES[0], mean_loss).learning_rate) == [0.05, 0.05]
+
+
+def test_hyperparameters_too_long_to_be_kept_whole_are_still_compared(tmp_path: Path) -> None:
+    host = Host(tmp_path)
+    models = [nn.Sequential(*(nn.Linear(3, 3) for _ in range(40))) for _ in range(2)]
+    workers = [
+        ThreadWorker(host, slot, m, optim.AdamW([{"params": [p]} for p in m.parameters()], lr=0.1))
+        for slot, m in enumerate(models)
+    ]
+    workers[1].optimizer.param_groups[-1]["lr"] = 0.2
+    with pytest.raises(errors.WorkersDiffer, match="hyperparameters"):
+        host.together(workers, lambda one: one.enter(1, (0, 1)))
 
 
 @pytest.mark.parametrize("name", ["SGD momentum, decay", "AdamW", "RMSprop", "Adafactor"])
@@ -525,7 +566,7 @@ def test_a_model_of_other_shapes_than_the_jobs_is_refused(tmp_path: Path) -> Non
     worker = ThreadWorker(host, 0, model, optim.SGD(model.parameters(), lr=0.1))
     worker.enter(1, (0,))
     other = mlp()
-    with pytest.raises(errors.WorkersDiffer, match="other shapes, dtypes or groups"):
+    with pytest.raises(errors.WorkersDiffer, match="other names, shapes, dtypes or groups"):
         ThreadWorker(host, 1, other, optim.SGD(other.parameters(), lr=0.1, momentum=0.9))
 
 
@@ -554,7 +595,7 @@ def test_the_loss_curve_does_not_depend_on_the_number_of_workers(
 def test_large_linear_layers_write_their_gradients_straight_and_get_the_same(
     accumulate: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(straight, "SMALLEST", 1)
+    monkeypatch.setattr(linear, "SMALLEST", 1)
 
     class Twice(nn.Module):
         """A layer used twice, one tied to another kind of layer, and one of sequences."""
@@ -576,14 +617,14 @@ def test_large_linear_layers_write_their_gradients_straight_and_get_the_same(
     models = [Twice(), Twice()]
     workers = [ThreadWorker(host, slot, m, optim.AdamW(m.parameters())) for slot, m in enumerate(models)]
     host.together(workers, lambda one: one.enter(1, (0, 1)))
-    assert isinstance(models[0].first, straight.Linear)
+    assert isinstance(models[0].first, linear.Linear)
     for ids in BATCHES:
         host.together(workers, lambda one, ids=ids: one.step(ids, mean_loss, accumulate))
     same(state_of(models[1]), wanted)
 
 
 def test_a_backward_of_the_users_own_does_not_touch_the_lane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(straight, "SMALLEST", 1)
+    monkeypatch.setattr(linear, "SMALLEST", 1)
     model = mlp()
     worker = ThreadWorker(Host(tmp_path), 0, model, optim.SGD(model.parameters(), lr=0.1))
     worker.enter(1, (0,))
@@ -658,7 +699,7 @@ def test_a_backward_of_the_users_own_leaves_its_gradients_to_the_user(tmp_path: 
 def test_another_weight_that_stands_in_for_a_call_gets_its_own_gradient(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(straight, "SMALLEST", 1)
+    monkeypatch.setattr(linear, "SMALLEST", 1)
     model = mlp()
     worker = ThreadWorker(Host(tmp_path), 0, model, optim.SGD(model.parameters(), lr=0.1))
     worker.enter(1, (0,))
