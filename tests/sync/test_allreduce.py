@@ -750,7 +750,7 @@ def test_schedulers_go_on_from_their_text(name: str) -> None:
         veteran.schedulers[0].step()
     newcomer.take_text(veteran.text())
     for _ in range(6):
-        assert newcomer.options() == veteran.options()
+        assert newcomer.options_text() == veteran.options_text()
         veteran.schedulers[0].step()
         newcomer.schedulers[0].step()
 
