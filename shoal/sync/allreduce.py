@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -21,6 +21,13 @@ from shoal.sync.replica import Replica, raw_bytes
 from shoal.sync.slices import Slice
 from shoal.sync.sync import Sync, Verdict
 from shoal.sync.words import Words
+
+# A gradient of at least so many elements goes to the lane as soon as it is there: later it would have left the cache,
+# and kept its memory until then. Smaller ones go together after the backward pass: a call for each costs more than its
+# copy.
+LARGE = 64 * 1024
+# One small parameter in so many looks, during the backward pass, whether its result is still wanted.
+_LOOK_EVERY = 16
 
 
 class AllReduce(Sync):
@@ -44,52 +51,68 @@ class AllReduce(Sync):
         self._frozen_shown: int | None = None
         self._group: Group | None = None
         self._open = False
+        small = [index for index, parameter in enumerate(self._parameters) if parameter.numel() < LARGE]
+        self._looking = set(small[::_LOOK_EVERY])
         for index, parameter in enumerate(self._parameters):
-            trained = parameter.requires_grad
-            parameter.requires_grad_(True)  # a frozen parameter may be unfrozen later, and takes no hook while frozen
-            parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
-            parameter.requires_grad_(trained)
+            if index in self._looking or parameter.numel() >= LARGE:
+                trained = parameter.requires_grad
+                parameter.requires_grad_(True)  # a frozen one may be unfrozen later, and takes no hook while frozen
+                parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
+                parameter.requires_grad_(trained)
         self._targets = redirect(replica.model, self._target)
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        view, mark = self._lane.views[index], self._mark(index)
+        def hook(_: torch.Tensor) -> None:
+            if self._open:  # if not, it is a backward of the user's own, whose gradients are the user's
+                self._look()
+                if index not in self._looking:
+                    self._to_lane([index])
 
-        def to_lane(parameter: torch.Tensor) -> None:
-            if not self._open:
-                return  # a backward of the user's own, whose gradients are the user's
-            gradient = parameter.grad
-            parameter.grad = None
+        return hook
+
+    def _look(self) -> None:
+        """Changed ends the backward early, when its result is not wanted any more."""
+        fault_point("backward")
+        if self._group is not None and self._group.changed:
+            raise Changed
+
+    def _mark(self, index: int) -> bool:
+        """Say that this tensor gets a gradient; whether it had one already in this step."""
+        marks = self._lane.marks
+        marked = bool(marks[index])
+        marks[index] = 1
+        return marked
+
+    def _to_lane(self, indices: Iterable[int]) -> None:
+        """Move gradients of these parameters into the lane, added to those of an earlier micro-batch."""
+        views, parameters = self._lane.views, self._parameters
+        first: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        further: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        for index in indices:
+            gradient = parameters[index].grad
             if gradient is None:
-                return
+                continue
+            parameters[index].grad = None
             if gradient.layout != torch.strided:
                 gradient = gradient.to_dense()
-            if mark():
-                view.add_(gradient)
-            else:
-                view.copy_(gradient)
-
-        return to_lane
-
-    def _mark(self, index: int) -> Callable[[], bool]:
-        marks = self._lane.marks
-
-        def mark() -> bool:
-            """Say that this tensor gets a gradient; whether it had one already in this step. Changed ends the backward
-            early, when its result is not wanted any more."""
-            fault_point("backward")
-            if self._group is not None and self._group.changed:
-                raise Changed
-            marked = bool(marks[index])
-            marks[index] = 1
-            return marked
-
-        return mark
+            to, of = further if self._mark(index) else first
+            to.append(views[index])
+            of.append(gradient)
+        if first[0]:
+            torch._foreach_copy_(*first)
+        if further[0]:
+            torch._foreach_add_(*further)
 
     def _target(self, parameter: torch.Tensor) -> Target | None:
         index = next((i for i, one in enumerate(self._parameters) if one is parameter), None)
         if index is None or not self._lane.views[index].is_contiguous():
             return None
-        return Target(self._parameters[index], self._lane.views[index], self._mark(index))
+
+        def mark() -> bool:
+            self._look()
+            return self._mark(index)
+
+        return Target(self._parameters[index], self._lane.views[index], mark)
 
     @property
     def model(self) -> str:
@@ -139,6 +162,7 @@ class AllReduce(Sync):
             super().backward(loss, weight)
         finally:
             self._set_open(False)
+        self._to_lane(range(len(self._parameters)))
 
     def _set_open(self, open_: bool) -> None:
         """Gradients go to the lane while the step's own backward runs."""
