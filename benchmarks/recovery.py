@@ -280,7 +280,7 @@ TORCHFT_SETTINGS = {
 
 def torchft_trial(settings: TorchftSettings, timeout_s: float) -> Trial:
     os.environ.setdefault("RUST_LOG", "warn")  # read at import; else every step is told, here and in each replica
-    from torchft.coordination import LighthouseServer  # type: ignore[import, unused-ignore]
+    from torchft.coordination import LighthouseServer
 
     # In this process: no worker is killed with it, and it ends when the benchmark does.
     lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1, **settings.lighthouse)

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torchft import DistributedDataParallel, Manager, ProcessGroupGloo  # type: ignore[import, unused-ignore]
-from torchft.checkpointing.pg_transport import PGTransport  # type: ignore[import, unused-ignore]
+from torchft import DistributedDataParallel, Manager, ProcessGroupGloo
+from torchft.checkpointing.pg_transport import PGTransport
 
 from benchmarks.torchrun_loop import END_S, LOG_DIR, NODE, PACE_S
 from shoal.bench.bodies import Training

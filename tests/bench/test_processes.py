@@ -33,7 +33,7 @@ def test_every_worker_stays_on_its_core_with_the_threads_it_was_given(
 ) -> None:
     monkeypatch.setenv("SEEN_DIR", str(tmp_path))
     n_workers = min(2, len(os.sched_getaffinity(0)))
-    group = ProcessGroup("planted_bodies:cores", WORK)
+    group = ProcessGroup("tests.bench.planted_bodies:cores", WORK)
     try:
         group.start(n_workers, 1)
         group.measure(1)
@@ -46,8 +46,8 @@ def test_every_worker_stays_on_its_core_with_the_threads_it_was_given(
 
 def test_a_group_with_twice_the_work_takes_twice_as_long() -> None:
     variants = {
-        "single": ProcessGroup("planted_bodies:digest", Buffer(400_000)),
-        "double": ProcessGroup("planted_bodies:digest", Buffer(800_000)),
+        "single": ProcessGroup("tests.bench.planted_bodies:digest", Buffer(400_000)),
+        "double": ProcessGroup("tests.bench.planted_bodies:digest", Buffer(800_000)),
     }
     result = compare("digest", variants, baseline="single", n_workers=1, cores_per_worker=1, rounds=9, turn_s=0.02)
     # The machine may be busy: the planted ratio is asked for, not a narrow interval.
@@ -55,7 +55,7 @@ def test_a_group_with_twice_the_work_takes_twice_as_long() -> None:
 
 
 def test_workers_that_are_slow_in_turns_would_lose_that_time_in_lockstep() -> None:
-    group = ProcessGroup("planted_bodies:takes_turns_to_be_slow", Buffer(100_000), share_cores=True)
+    group = ProcessGroup("tests.bench.planted_bodies:takes_turns_to_be_slow", Buffer(100_000), share_cores=True)
     try:
         group.start(2, 1)
         turn = group.measure(40)
@@ -66,7 +66,7 @@ def test_workers_that_are_slow_in_turns_would_lose_that_time_in_lockstep() -> No
 
 
 def test_a_group_burns_no_cpu_while_another_has_its_turn() -> None:
-    idle, busy = ProcessGroup("planted_bodies:digest", WORK), ProcessGroup("planted_bodies:digest", WORK)
+    idle, busy = ProcessGroup("tests.bench.planted_bodies:digest", WORK), ProcessGroup("planted_bodies:digest", WORK)
     try:
         idle.start(1, 1)
         busy.start(1, 1)
@@ -81,7 +81,7 @@ def test_a_group_burns_no_cpu_while_another_has_its_turn() -> None:
 
 
 def test_a_worker_that_dies_is_reported_with_its_last_words_and_the_group_can_be_stopped() -> None:
-    group = ProcessGroup("planted_bodies:dies_at_rank_1", WORK, share_cores=True)
+    group = ProcessGroup("tests.bench.planted_bodies:dies_at_rank_1", WORK, share_cores=True)
     try:
         group.start(2, 1)
         with pytest.raises(ScriptFailed, match=r"worker 1 .* died when it was to run 3 steps(.|\n)*planted death"):
@@ -93,7 +93,7 @@ def test_a_worker_that_dies_is_reported_with_its_last_words_and_the_group_can_be
 
 
 def test_a_body_that_cannot_be_built_is_reported_at_the_start() -> None:
-    group = ProcessGroup("planted_bodies:refuses", WORK)
+    group = ProcessGroup("tests.bench.planted_bodies:refuses", WORK)
     try:
         with pytest.raises(ScriptFailed, match=r"died when it was to come up(.|\n)*planted refusal"):
             group.start(1, 1)

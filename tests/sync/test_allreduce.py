@@ -13,7 +13,7 @@ from torch import nn, optim
 from torch.nn import functional as F
 
 from shoal import errors
-from shoal.sync import linear
+from shoal.sync import allreduce, linear
 from shoal.sync.independent import Independent
 from shoal.sync.probe import unit_of
 from shoal.sync.replica import Replica
@@ -248,8 +248,12 @@ def test_clipping_uses_the_norm_of_the_whole_gradient(name: str, tmp_path: Path)
         same(state, wanted)
 
 
-@pytest.mark.parametrize("accumulate", [2, 3, 9])
-def test_micro_batches_add_up_to_the_step(accumulate: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("large", [1, 10**9])  # gradients go to the lane one by one, or together
+@pytest.mark.parametrize("accumulate", [1, 2, 3, 9])
+def test_micro_batches_add_up_to_the_step(
+    accumulate: int, large: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(allreduce, "LARGE", large)
     model = mlp()
     wanted = alone(model, optim.AdamW(model.parameters()))
     host = Host(tmp_path)
