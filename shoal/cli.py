@@ -17,6 +17,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,7 +28,7 @@ from rich.table import Table
 
 from shoal import __version__, errors
 from shoal.control import client, rundir
-from shoal.control.rundir import RunDir
+from shoal.control.rundir import Committed, RunDir
 from shoal.control.timeouts import Timeouts
 from shoal.launch.job import Ending, Job, Size, parse_size
 from shoal.launch.launcher import Relaunch, default_restarts
@@ -219,10 +220,6 @@ def _name(run_dir: RunDir) -> str:
     return run_dir.path.name if under_runs else os.path.relpath(run_dir.path)
 
 
-def _committed_seq(events: Sequence[dict[str, Any]]) -> int | None:
-    return max((event["seq"] for event in events if event["event"] == "finished" and "seq" in event), default=None)
-
-
 def _summary(run_dir: RunDir, ending: Ending, took_s: float) -> list[str]:
     events = read_events(run_dir.events)
     kinds = [event["event"] for event in events]
@@ -242,7 +239,9 @@ def _audit(run_dir: RunDir) -> Any:
     # numpy costs a tenth of a second, which other commands need not pay
     from shoal.data.audit import audit
 
-    return audit(run_dir.audit, _committed_seq(read_events(run_dir.events)))
+    committed = run_dir.committed()
+    seq = committed.seq if committed is not None else _live_status(run_dir).get("seq")
+    return audit(run_dir.audit, seq or None)
 
 
 @app.command(epilog="**Example** `shoal status --json | jq .step`")
@@ -279,26 +278,34 @@ def status(job: JobArgument = None, as_json: JsonOption = False) -> int:
 
 def _status(run_dir: RunDir) -> dict[str, Any]:
     """What the coordinator says, or what is left of a job that is over."""
+    if live := _live_status(run_dir):
+        return live
+    events = read_events(run_dir.events)
+    kinds = {event["event"] for event in events}
+    committed = run_dir.committed()
+    if committed is None:  # it was killed, and what its workers wrote down is all there is
+        report = _audit(run_dir)
+        committed = Committed(0, report.steps, 0, report.samples, None)
+    settings = run_dir.settings()
+    return {
+        "dir": str(run_dir.path),
+        "phase": "finished" if "finished" in kinds else "ended" if "ended" in kinds else "not running",
+        "reason": "",
+        "generation": max((event["number"] for event in events if event["event"] == "generation"), default=0),
+        "members": [],
+        **asdict(committed),
+        "rate": 0.0,
+        **{name: settings.get(name) for name in ("target", "min", "max")},
+    }
+
+
+def _live_status(run_dir: RunDir) -> dict[str, Any]:
+    """What the coordinator says; empty if none answers."""
     address = run_dir.address()
     if address is not None:
         with contextlib.suppress(errors.JobNotFound):
             return client.status(address, run_dir.token())
-    events = read_events(run_dir.events)
-    finished = [event for event in events if event["event"] == "finished"]
-    settings = run_dir.settings()
-    return {
-        "dir": str(run_dir.path),
-        "phase": "finished" if finished else "ended" if any(e["event"] == "ended" for e in events) else "not running",
-        "reason": "",
-        "generation": max((event["number"] for event in events if event["event"] == "generation"), default=0),
-        "members": [],
-        "step": max((event.get("step", 0) for event in finished), default=0),
-        "epoch": 0,
-        "samples": _audit(run_dir).samples,
-        "rate": 0.0,
-        "loss": None,
-        **{name: settings.get(name) for name in ("target", "min", "max")},
-    }
+    return {}
 
 
 def _address(run_dir: RunDir) -> str:

@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import math
 import os
 import signal
 import sys
@@ -28,7 +27,7 @@ from shoal.control import protocol
 from shoal.control.journal import Journal
 from shoal.control.membership import Instruction, Membership, Outcome, State
 from shoal.control.protocol import CommandReply, CommandRequest, FromLauncher, FromWorker, ToLauncher, ToWorker
-from shoal.control.rundir import RunDir
+from shoal.control.rundir import RunDir, finite
 from shoal.control.timeouts import Timeouts
 from shoal.errors import SettingsContradict, ShoalError
 from shoal.metrics import EventLog
@@ -460,7 +459,7 @@ class Coordinator:
         """What `shoal status` shows; everything in it can be written as JSON."""
         membership = self._membership
         newest = membership.newest
-        front = max(self._beats.values(), key=lambda beat: (beat.epoch, beat.step), default=FromWorker().beat)
+        front = max(self._beats.values(), key=lambda beat: beat.seq, default=FromWorker().beat)
         workers = []
         for worker in membership.workers:
             beat = self._beats.get(worker.worker_id)
@@ -482,11 +481,12 @@ class Coordinator:
             "reason": "" if self._stop_message is None else self._stop_message.stop.reason,
             "generation": membership.number,
             "members": workers,
+            "seq": front.seq,
             "step": front.step,
             "epoch": front.epoch,
             "samples": self._samples[-1][1] if self._samples else 0,
             "rate": self._rate(),
-            "loss": front.loss if self._beats and math.isfinite(front.loss) else None,
+            "loss": finite(front.loss) if self._beats else None,
             "target": membership.target,
             "min": membership.min_size,
             "max": membership.max_size,

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from shoal.errors import JobNotFound, RunDirUnusable
 
 RUNS = Path("shoal-runs")
+
+
+@dataclass(frozen=True)
+class Committed:
+    """The newest commit of a job: its number, and how far the training was with it."""
+
+    seq: int
+    step: int
+    epoch: int
+    samples: int
+    loss: float | None  # None: not a finite number
 
 
 @dataclass(frozen=True)
@@ -65,6 +77,10 @@ class RunDir:
         return self.path / "job.json"
 
     @property
+    def committed_file(self) -> Path:
+        return self.path / "committed.json"
+
+    @property
     def journal(self) -> Path:
         return self.path / "journal.sqlite"
 
@@ -101,6 +117,21 @@ class RunDir:
 
     def write_address(self, address: str) -> None:
         write_atomically(self.address_file, address)
+
+    def committed(self) -> Committed | None:
+        """Where the job was when it ended; None while it runs, or if it was killed with its launcher."""
+        try:
+            return Committed(**json.loads(self.committed_file.read_text()))
+        except FileNotFoundError:
+            return None
+
+    def write_committed(self, committed: Committed) -> None:
+        write_atomically(self.committed_file, json.dumps(asdict(committed)))
+
+
+def finite(loss: float) -> float | None:
+    """As JSON can say it: None for what is no number."""
+    return loss if math.isfinite(loss) else None
 
 
 def write_atomically(path: Path, text: str) -> None:

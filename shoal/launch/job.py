@@ -241,7 +241,9 @@ class Job:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._launcher.close()
+        committed = await self._launcher.close()
+        if committed is not None:
+            self._run_dir.write_committed(committed)
         clear_shared_memory(self._run_dir.path / "loaders")
         if self._link is not None:
             await asyncio.to_thread(self._link.close)  # delivers the last deaths

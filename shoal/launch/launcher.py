@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from shoal import errors
 from shoal.control.coordinator import OnError
+from shoal.control.rundir import Committed
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,9 @@ class Launcher(ABC):
         """Ask every worker to leave, and end after `grace_s` those that have not."""
 
     @abstractmethod
-    async def close(self) -> None:
-        """End whatever is left. Nothing this launcher started lives on."""
+    async def close(self) -> Committed | None:
+        """End whatever is left: nothing this launcher started lives on. What the job had committed by then, if
+        anything."""
 
 
 def ends_job(exit: Exit, failure: Failure | None, on_error: OnError) -> errors.ShoalError | None:

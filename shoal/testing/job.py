@@ -14,7 +14,7 @@ from typing import Any
 
 from shoal import errors
 from shoal.control import client
-from shoal.control.rundir import RunDir
+from shoal.control.rundir import Committed, RunDir
 from shoal.data.audit import AuditReport, audit
 from shoal.metrics import read_events
 from shoal.testing.faults import FaultPlan
@@ -28,6 +28,7 @@ class JobResult:
     output: str
     events: list[dict[str, Any]]
     audit: AuditReport
+    committed: Committed | None  # the newest commit; None if there was none, or the launcher was killed
     digests: dict[str, str]  # of the state each worker ended with, for those that finished
     faults: list[dict[str, Any]]  # what the plan really did
 
@@ -36,7 +37,7 @@ class JobResult:
 
     @property
     def steps(self) -> int:
-        return max((event["step"] for event in self.of("finished")), default=0)
+        return 0 if self.committed is None else self.committed.step
 
 
 class LocalJob:
@@ -128,14 +129,15 @@ class LocalJob:
     def _result(self, output: str) -> JobResult:
         events = self.events()
         finished = [event for event in events if event["event"] == "finished"]
-        committed = max((event["seq"] for event in finished), default=None)
+        committed = RunDir(self.directory).committed()
         recorded = self.directory / "faults.jsonl"
         plan = FaultPlan.load(recorded).faults if recorded.exists() else ()
         return JobResult(
             self.process.returncode,
             output,
             events,
-            audit(self.directory / "audit", committed),
+            audit(self.directory / "audit", None if committed is None else committed.seq),
+            committed,
             {event["worker_id"]: event["digest"] for event in finished},
             [fault.__dict__ for fault in plan],
         )

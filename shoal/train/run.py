@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 
 from shoal import errors
-from shoal.control.rundir import RunDir, default_path
+from shoal.control.rundir import Committed, RunDir, default_path, finite
 from shoal.control.timeouts import Timeouts
 from shoal.sync.memory import Channel, OwnMemory, keep_freed_memory
 from shoal.train.reconfigure import Leave, Placement
@@ -56,10 +56,13 @@ def _run_alone(main: Callable[[Worker], None]) -> None:
         run_dir = RunDir.create(path, {"script": sys.argv[0], "workers": 1})
         coordinator = EmbeddedCoordinator(run_dir, found(1, 1, 1))
         address = coordinator.start()
+        worker = Worker("w0", socket.gethostname(), run_dir, address, OwnMemory(), Timeouts(), None)
         try:
-            _live(Worker("w0", socket.gethostname(), run_dir, address, OwnMemory(), Timeouts(), None), main)
+            _live(worker, main)
         finally:
             coordinator.stop()
+            at = worker.progress()
+            run_dir.write_committed(Committed(at.seq, at.step, at.epoch, at.samples, finite(at.loss)))
     except errors.UserMistake as mistake:
         print(f"shoal: {type(mistake).__name__}: {mistake}", file=sys.stderr)
         sys.exit(2)

@@ -97,7 +97,7 @@ class Worker:
         self._split_is_new = True  # the loader has to be started again
         self._asked_in = False
         self._client = Client(
-            address, run_dir.token(), worker_id, host, timeouts, self._progress, self._notice.tell, on_drain=_nothing
+            address, run_dir.token(), worker_id, host, timeouts, self.progress, self._notice.tell, on_drain=_nothing
         )
         self._slot = self._client.connect().slot
         self._parking = Parking(self._client, self._words, self._notice, worker_id, self._slot, timeouts.budget_s)
@@ -454,7 +454,7 @@ class Worker:
 
     # The client's side.
 
-    def _progress(self) -> Progress:
+    def progress(self) -> Progress:
         notice, record = self._notice, self._record
         waited_s = time.monotonic() - notice.awaited_since_s if notice.awaited is not None else 0.0
         waiting = (notice.awaited_id,) if waited_s > self._timeouts.beat_s else ()

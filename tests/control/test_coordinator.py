@@ -327,7 +327,7 @@ def test_status_tells_progress_from_the_beats(make_job: Callable[..., Job]) -> N
     worker.newer(1)  # in order behind the beats
     status = job.status()
     assert (status["phase"], status["step"], status["epoch"], status["loss"]) == ("paused", 7, 1, 0.25)
-    assert status["samples"] == 448
+    assert (status["samples"], status["seq"]) == (448, 8)
     assert status["members"][0]["step"] == 7
 
 

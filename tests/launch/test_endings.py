@@ -1,0 +1,131 @@
+"""How jobs that train end: what is written down, who is told what, and with which exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from shoal import cli
+from shoal.control.rundir import RunDir
+from shoal.testing import FaultPlan, LocalJob
+
+LINEAR = """
+import os, signal, sys
+import torch
+import shoal
+from torch.utils.data import TensorDataset
+
+def batches(worker, epochs, samples=60, **options):
+    global net
+    net = torch.nn.Linear(4, 1)
+    worker.attach(net, torch.optim.SGD(net.parameters(), lr=1e-3))
+    inputs = torch.arange(4.0 * samples).reshape(samples, 4) / samples
+    return worker.batches(TensorDataset(inputs), epochs=epochs, **(options or {"global_batch": 12}))
+
+def loss(batch):
+    return net(batch.x).square().mean()
+"""
+
+FIVE_EPOCHS = """
+def main(worker):
+    for batch in batches(worker, epochs=5):
+        worker.step(loss(batch))
+"""
+
+ENDLESS = """
+def main(worker):
+    for batch in batches(worker, epochs=1_000_000):
+        worker.step(loss(batch))
+"""
+
+RUN = """
+if __name__ == "__main__":
+    shoal.run(main)
+"""
+
+
+def script_of(tmp_path: Path, main: str) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(LINEAR + main + RUN)
+    return path
+
+
+def job(
+    tmp_path: Path, main: str, workers: int | str = 2, options: Sequence[str] = (), plan: FaultPlan | None = None
+) -> LocalJob:
+    script = script_of(tmp_path, main)
+    quick = ("--threads", "1", "--backoff", "0", *options)
+    return LocalJob(script, workers=workers, directory=tmp_path / "run", options=quick, plan=plan)
+
+
+def last_line(output: str) -> str:
+    return next(line for line in reversed(output.splitlines()) if line.strip())
+
+
+def shoal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as exit:
+        cli.main(arguments)
+    assert exit.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_status_of_a_finished_job_says_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = job(tmp_path, FIVE_EPOCHS).run()
+    assert result.exit_code == 0, result.output
+    state = json.loads(shoal(capsys, "status", str(tmp_path / "run"), "--json"))
+    assert (state["phase"], state["seq"], state["step"], state["samples"]) == ("finished", 26, 25, 300)
+    assert state["epoch"] == 4
+    assert state["loss"] == result.of("finished")[0]["report"]["loss"]
+
+
+@pytest.mark.parametrize("kill", [False, True])
+def test_audit_of_a_stopped_job_covers_every_committed_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kill: bool
+) -> None:
+    running = job(tmp_path, ENDLESS, plan=FaultPlan().kill("w0", step=50, during="after_commit") if kill else None)
+    running.start()
+    running.wait_until(lambda: running.status().get("step", 0) > 60)
+    running.process.send_signal(signal.SIGTERM)
+    result = running.wait()
+    assert result.committed is not None
+    assert result.audit.clean, result.audit.mismatches
+    assert result.audit.steps == result.committed.step == result.committed.seq - 1
+    assert result.audit.samples == result.committed.samples == 12 * result.steps
+    state = json.loads(shoal(capsys, "status", str(tmp_path / "run"), "--json"))
+    assert (state["phase"], state["step"], state["loss"]) == ("ended", result.steps, result.committed.loss)
+    report = json.loads(shoal(capsys, "audit", str(tmp_path / "run"), "--json"))
+    assert (report["steps"], report["clean"]) == (result.steps, True)
+
+
+def test_audit_of_a_job_under_way_goes_as_far_as_its_workers_have_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    running = job(tmp_path, ENDLESS)
+    running.start()
+    running.wait_until(lambda: running.status().get("seq", 0) > 1)
+    told = running.status()["seq"]
+    report = json.loads(shoal(capsys, "audit", str(tmp_path / "run"), "--json"))
+    assert report["clean"]
+    assert report["steps"] >= told - 1
+    running.process.send_signal(signal.SIGTERM)
+    running.wait()
+
+
+def test_a_job_of_one_process_writes_down_where_it_was(tmp_path: Path) -> None:
+    ran = alone(tmp_path, FIVE_EPOCHS)
+    assert ran.returncode == 0, ran.stderr
+    committed = RunDir.open(next((tmp_path / "shoal-runs").iterdir())).committed()
+    assert committed is not None
+    assert (committed.seq, committed.step, committed.epoch, committed.samples) == (26, 25, 4, 300)
+
+
+def alone(tmp_path: Path, main: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(script_of(tmp_path, main))]
+    return subprocess.run(command, cwd=tmp_path, env=dict(os.environ), capture_output=True, text=True, timeout=60)
