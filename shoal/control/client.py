@@ -344,6 +344,7 @@ class LauncherClient:
         on_target: Callable[[int, bool], None],  # how many workers; whether those who exit need no replacement
         on_fence: Callable[[str, str], None],  # worker_id, reason: kill it, then report it gone
         on_probe: Callable[[str], None],  # worker_id: report evidence
+        on_excuse: Callable[[str], None],  # worker_id: it needs no replacement however it ends
         on_stop: Callable[[str, bool, str], None],  # reason, failed, the error's class
     ) -> None:
         self._host = host
@@ -351,6 +352,7 @@ class LauncherClient:
         self._on_target = on_target
         self._on_fence = on_fence
         self._on_probe = on_probe
+        self._on_excuse = on_excuse
         self._on_stop = on_stop
         self._gone: set[str] = set()
         self._link = Link(address, token, "Launch", ToLauncher, timeouts, self._hello, self._hear)
@@ -390,6 +392,8 @@ class LauncherClient:
             self._on_fence(body.worker_id, body.reason)
         elif kind == "probe":
             self._on_probe(body.worker_id)
+        elif kind == "excuse":
+            self._on_excuse(body.worker_id)
         elif kind == "stop":
             self._on_stop(body.reason, body.failed, body.kind)
 

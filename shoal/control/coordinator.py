@@ -260,12 +260,14 @@ class Coordinator:
         if self._stop_message is not None:
             return membership, []  # the same report again after a reconnect, or the same mistake on another worker
         text = f"{failure.kind}: {failure.message}"
+        if m.refuses(membership, worker_id, failure.kind):
+            return m.on_refused(membership, worker_id, text)
         self._event("failed", worker_id=worker_id, text=text, traceback=failure.traceback)
         if self._on_error == "relaunch":
             return membership, []
         self._event("stopping", text=f"{worker_id} failed")
         self._tell_launchers_to_stop(f"{worker_id} failed: {text}", failed=True, kind=failure.kind)
-        return m.on_stop(membership, at_once=True)
+        return m.on_stop(membership, failed=True)
 
     def _scaled_by_worker(self, membership: Membership, worker_id: str, scale: Any) -> Outcome:
         try:
@@ -356,7 +358,7 @@ class Coordinator:
     def _stop(self, membership: Membership, reason: str) -> Outcome:
         self._event("stopping", text=reason)
         self._tell_launchers_to_stop(reason, failed=False, kind="")
-        return m.on_stop(membership, at_once=False)
+        return m.on_stop(membership, failed=False)
 
     async def _admit(self, context: Any) -> None:
         if not protocol.admits(self._token, context.invocation_metadata()):
@@ -378,6 +380,8 @@ class Coordinator:
         elif isinstance(instruction, m.Fence):
             fence = {"worker_id": instruction.worker_id, "reason": instruction.reason}
             self._tell_launchers(ToLauncher(fence=fence))
+        elif isinstance(instruction, m.Excuse):
+            self._tell_launchers(ToLauncher(excuse={"worker_id": instruction.worker_id}))
         elif isinstance(instruction, m.Probe):
             self._tell_launchers(ToLauncher(probe={"worker_id": instruction.worker_id}))
         elif isinstance(instruction, m.SetTarget):
@@ -390,8 +394,7 @@ class Coordinator:
                 self._forget(instruction.worker_id)
 
     def _publish(self, generation: m.Generation, cause: str) -> None:
-        size = len(generation.members)
-        workers = f"{size} worker{'' if size == 1 else 's'}{', paused' if generation.paused else ''}"
+        workers = m.counted(len(generation.members), "worker") + (", paused" if generation.paused else "")
         _log.info("generation %d → %d: %s, %s", generation.number - 1, generation.number, cause, workers)
         self._event(
             "generation",

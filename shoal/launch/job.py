@@ -19,7 +19,7 @@ from typing import Any
 from shoal import errors
 from shoal.control import client
 from shoal.control.coordinator import OnError
-from shoal.control.membership import MAX_SLOTS
+from shoal.control.membership import MAX_SLOTS, REFUSABLE
 from shoal.control.rundir import RunDir
 from shoal.control.timeouts import Timeouts
 from shoal.launch.launcher import Exit, Failure, GiveUp, Launcher, Relaunch, Start, ends_job
@@ -158,11 +158,13 @@ class Job:
         self._env = dict(env)
         self._screen = screen
         self._host = socket.gethostname()
-        self._target, self._finishing = 0, False
+        self._finishing = False
         self._next_number = 0
         self._live: dict[str, int] = {}  # worker id → pid
         self._failures: dict[str, Failure] = {}
         self._told: Failure | None = None  # by the coordinator
+        self._excused: set[str] = set()  # who leave: they need no replacement however they end
+        self._doubtful: dict[str, asyncio.TimerHandle] = {}  # whose failure ends the job, unless they are excused
         self._delayed: list[asyncio.Task[None]] = []  # starts that wait for their time, and may be called off
         self._starting = 0
         self._events = Tail(run_dir.events)
@@ -216,6 +218,7 @@ class Job:
             on_target=self._on_loop(self._on_target),
             on_fence=self._on_loop(self._on_fence),
             on_probe=self._on_loop(self._on_probe),
+            on_excuse=self._on_loop(self._on_excuse),
             on_stop=self._on_loop(self._on_stop),
         )
         self._link.start()
@@ -262,7 +265,7 @@ class Job:
     # ---- what the coordinator wants
 
     def _on_target(self, target: int, finishing: bool) -> None:
-        self._target, self._finishing = target, finishing
+        self._finishing = finishing
         surplus = len(self._live) + self._starting + len(self._delayed) - target
         for start in self._delayed[::-1][: max(0, surplus)]:
             start.cancel()
@@ -276,6 +279,12 @@ class Job:
         evidence = self._launcher.evidence(worker_id)
         if evidence is not None and self._link is not None:
             self._link.evidence(worker_id, evidence.stopped, evidence.cpu_s)
+
+    def _on_excuse(self, worker_id: str) -> None:
+        if (ending := self._doubtful.pop(worker_id, None)) is not None:
+            ending.cancel()
+        elif worker_id in self._live:
+            self._excused.add(worker_id)
 
     def _on_stop(self, reason: str, failed: bool, kind: str) -> None:
         if not failed:
@@ -331,12 +340,20 @@ class Job:
         self._live.pop(exit.worker_id, None)
         if self._ending is not None:
             return
-        failure = self._failures.get(exit.worker_id)
-        error = ends_job(exit, failure, self._on_error)
+        failure = self._failures.pop(exit.worker_id, None)
+        excused = exit.worker_id in self._excused
+        self._excused.discard(exit.worker_id)
+        error = ends_job(exit, failure, self._on_error, excused)
         if error is not None:
-            traceback = failure.traceback if failure is not None else None
-            return self._end(Ending(error=error, traceback=traceback), self._timeouts.budget_s)
-        self._relaunch, decisions = self._relaunch.on_exit(exit.worker_id, exit.clean, time.monotonic())
+            ending = Ending(error=error, traceback=failure.traceback if failure is not None else None)
+            if isinstance(error, REFUSABLE) and self._live:
+                # The coordinator knows whether this was a newcomer that the others can do without.
+                doubt = self._loop.call_later(_LAST_WORD_S, self._end, ending, self._timeouts.budget_s)
+                self._doubtful[exit.worker_id] = doubt
+                return None
+            return self._end(ending, self._timeouts.budget_s)
+        replaceable = not exit.clean and not excused
+        self._relaunch, decisions = self._relaunch.on_exit(exit.worker_id, not replaceable, time.monotonic())
         for decision in decisions:
             if isinstance(decision, Start):
                 self._start_after(decision.delay_s)

@@ -276,6 +276,8 @@ class Worker:
             declare(self._run_dir.audit, pass_)
             self._pass = pass_
             if self._group is None:
+                # All lower slots are taken. One too many finds out here: as a member it would take the others with it.
+                pass_.check(self._slot + 1)
                 self._become_member(pass_)
             assert self._group is not None
             pass_.check(self._group.size)

@@ -91,6 +91,7 @@ class Launcher:
             on_target=lambda n, finishing: self.heard.put(("target", n, finishing)),
             on_fence=lambda worker_id, reason: self.heard.put(("fence", worker_id)),
             on_probe=lambda worker_id: self.heard.put(("probe", worker_id)),
+            on_excuse=lambda worker_id: self.heard.put(("excuse", worker_id)),
             on_stop=lambda reason, failed, kind: self.heard.put(("stop", reason, failed, kind)),
         )
 
@@ -249,6 +250,7 @@ def test_scaling_down_drains_the_newest_and_out_of_range_is_an_error(make_job: C
     assert control.scale(job.address, job.run_dir.token(), -1, relative=True)["target"] == 1
     assert launcher.hear("target") == ("target", 1, False)
     assert second.drained.wait(WAIT_S)
+    assert launcher.hear("excuse") == ("excuse", "w1")
     assert ids(second.newer(1).leavers) == ["w1"]
     assert not first.drained.is_set()
 
@@ -262,8 +264,35 @@ def test_an_exception_in_user_code_stops_the_job_once(make_job: Callable[..., Jo
     second.client.failed("ValueError", "bad batch", "Traceback …")
     second.client.close()  # returns when it was heard
     assert first.client.wait_bye(WAIT_S)
-    assert second.client.wait_bye(WAIT_S)
     assert job.kinds().count("failed") == 1
+
+
+def test_a_failure_of_one_ends_the_waits_of_the_others_and_they_leave(make_job: Callable[..., Job]) -> None:
+    job = make_job()
+    first, second = job.worker("w0"), job.worker("w1")
+    first.client.ready()
+    second.client.ready()
+    first.newer(0)
+    second.client.failed("ValueError", "bad batch", "Traceback …")
+    generation = first.newer(1)
+    assert (generation.members, ids(generation.leavers), generation.fault) == ((), ["w0", "w1"], True)
+
+
+def test_a_newcomer_that_the_job_has_no_room_for_is_refused_and_the_job_goes_on(make_job: Callable[..., Job]) -> None:
+    job = make_job(sizes={"target": 1})
+    launcher = job.launcher({"w0": 1})
+    first = job.worker("w0")
+    first.client.ready()
+    first.newer(0)
+    control.scale(job.address, job.run_dir.token(), 2)
+    second = job.worker("w1")
+    second.client.failed("OutOfSharedMemory", "no room", "")
+    assert launcher.hear("excuse") == ("excuse", "w1")
+    assert launcher.hear("target") == ("target", 1, False)
+    status = job.status()
+    assert (status["phase"], status["target"]) == ("running", 1)
+    (refused,) = (event for event in read_events(job.run_dir.events) if event["event"] == "refused")
+    assert refused["text"] == "OutOfSharedMemory: no room; the job goes on with 1 worker"
 
 
 def test_with_relaunch_an_exception_in_user_code_is_left_to_the_launcher(make_job: Callable[..., Job]) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from shoal.control import membership as m
-from shoal.control.membership import Bye, Drain, Fence, Generation, Membership, Probe, Publish, SetTarget, State
+from shoal.control.membership import Bye, Drain, Excuse, Fence, Generation, Membership, Probe, Publish, SetTarget, State
 from shoal.control.timeouts import Timeouts
 from shoal.errors import SettingsContradict
 
@@ -226,6 +226,51 @@ def test_scaling_down_sends_joiners_home_first_and_then_the_newest_members() -> 
     generation = script.settle()
     assert generation is not None
     assert (ids(generation.members), ids(generation.leavers)) == (["w0", "w1"], ["w2"])
+
+
+def test_who_leaves_needs_no_replacement_and_a_launcher_that_is_back_hears_it_again() -> None:
+    script = running("w0", "w1")
+    script.feed(m.on_join(script.membership, "w1", "here", 0.0, launched=True))
+    script.feed(m.on_leave(script.membership, "w1"))
+    assert script.take(Excuse) == [Excuse("w1")]
+    script.feed(m.on_roster(script.membership, "here", ["w0", "w1"]))
+    assert script.take(Excuse) == [Excuse("w1")]
+
+
+def test_a_job_that_fails_lets_everybody_go_without_finishing_the_step() -> None:
+    script = running("w0", "w1")
+    script.feed(m.on_stop(script.membership, failed=True))
+    generation = script.settle()
+    assert generation is not None
+    assert (generation.members, ids(generation.leavers), generation.fault) == ((), ["w0", "w1"], True)
+
+
+@pytest.mark.parametrize("becomes_member", [False, True])
+def test_a_newcomer_is_refused_for_what_more_workers_bring_about(becomes_member: bool) -> None:
+    script = running("w0", "w1")
+    script.feed(m.on_scale(script.membership, 3))
+    script.feed(m.on_join(script.membership, "w2", "here", 0.0))
+    if becomes_member:
+        script.feed(m.on_ready(script.membership, "w2"))
+        script.settle()
+    script.take()
+    assert not m.refuses(script.membership, "w2", "ScriptFailed")
+    assert not m.refuses(script.membership, "w1", "OutOfSharedMemory"), "a founder"
+    assert m.refuses(script.membership, "w2", "OutOfSharedMemory")
+    script.feed(m.on_refused(script.membership, "w2", "OutOfSharedMemory: no room"))
+    assert script.take(Excuse, SetTarget) == [Excuse("w2"), SetTarget(2, finishing=False)]
+    assert script.membership.target == 2
+    script.feed(m.on_gone(script.membership, "w2", clean=False))
+    generation = script.settle()
+    assert (generation is not None) == becomes_member, "others may have waited for it"
+
+
+def test_a_newcomer_the_job_cannot_do_without_is_not_refused() -> None:
+    script = running("w0", "w1", min_size=2)
+    script.feed(m.on_gone(script.membership, "w1", clean=False))
+    script.come("w2")
+    script.settle()
+    assert not m.refuses(script.membership, "w2", "OutOfSharedMemory")
 
 
 @pytest.mark.parametrize("target", [0, 9])

@@ -45,6 +45,21 @@ def main(worker):
         worker.step(loss(batch))
 """
 
+SAMPLES_FOR_TWO = """
+def main(worker):
+    for batch in batches(worker, epochs=1_000_000, samples=2, global_batch=2):
+        worker.step(loss(batch))
+"""
+
+LARGE = """
+def main(worker):
+    global net
+    net = torch.nn.Linear(1_000_000, 1)  # 4 MB, twice, and a lane for each worker
+    worker.attach(net, torch.optim.SGD(net.parameters(), lr=1e-3))
+    for batch in worker.batches(TensorDataset(torch.zeros(4, 1_000_000)), epochs=1_000_000, global_batch=4):
+        worker.step(loss(batch))
+"""
+
 RUN = """
 if __name__ == "__main__":
     shoal.run(main)
@@ -124,6 +139,62 @@ def test_a_job_of_one_process_writes_down_where_it_was(tmp_path: Path) -> None:
     committed = RunDir.open(next((tmp_path / "shoal-runs").iterdir())).committed()
     assert committed is not None
     assert (committed.seq, committed.step, committed.epoch, committed.samples) == (26, 25, 4, 300)
+
+
+def test_a_worker_that_was_asked_to_leave_and_dies_instead_is_not_replaced(tmp_path: Path) -> None:
+    # w1 hears SIGTERM in the middle of a step, stops there, and is killed once the job knows that it leaves.
+    plan = FaultPlan().leave("w1", step=5, during="lane").stop("w1", step=5, during="ready")
+    running = job(tmp_path, ENDLESS, plan=plan)
+    running.start()
+    running.wait_until(lambda: bool(running.events("leaving")))
+    running.signal("w1", signal.SIGKILL)
+    running.wait_until(lambda: bool(running.events("lost")))
+    lost_at = running.status()["step"]
+    running.wait_until(lambda: running.status()["step"] > lost_at)
+    running.process.send_signal(signal.SIGTERM)
+    result = running.wait()
+    assert [event["worker_id"] for event in result.of("joined")] == ["w0", "w1"]
+
+
+@pytest.mark.parametrize(
+    ("main", "options", "why"),
+    [
+        ("SAMPLES_FOR_TWO", (), "DataUnusable: pass 0: 3 workers would share 2 samples"),
+        ("LARGE", ("--memory", "18M"), "OutOfSharedMemory: "),
+    ],
+)
+def test_a_scale_up_that_cannot_be_costs_the_newcomer_and_not_the_job(
+    tmp_path: Path, main: str, options: Sequence[str], why: str
+) -> None:
+    running = job(tmp_path, globals()[main], options=options)
+    running.start()
+    running.wait_until(lambda: running.status().get("step", 0) > 0)
+    running.scale(3)
+    running.wait_until(lambda: bool(running.events("lost")))
+    lost_at = running.status()["step"]
+    running.wait_until(lambda: running.status()["step"] > lost_at)
+    assert running.status()["target"] == 2
+    running.process.send_signal(signal.SIGTERM)
+    result = running.wait()
+    assert result.exit_code == 128 + signal.SIGTERM
+    assert result.audit.clean
+    (line,) = (line for line in result.output.splitlines() if "w2 refused" in line)
+    assert line.startswith(f"w2 refused: {why}")
+    assert line.endswith("the job goes on with 2 workers")
+    assert [event["worker_id"] for event in result.of("joined")] == ["w0", "w1", "w2"]
+
+
+def test_a_founder_that_has_no_room_ends_the_job(tmp_path: Path) -> None:
+    result = job(tmp_path, SAMPLES_FOR_TWO, workers=3).run()
+    assert result.exit_code == 2
+    assert last_line(result.output).startswith("shoal: DataUnusable: ")
+
+
+def test_the_others_leave_in_order_when_one_workers_code_raises(tmp_path: Path) -> None:
+    result = job(tmp_path, ENDLESS, workers=3, plan=FaultPlan().fail("w1", step=5)).run()
+    assert result.exit_code == 2
+    assert [event["worker_id"] for event in result.of("lost")] == ["w1"]
+    assert {event["worker_id"] for event in result.of("left")} == {"w0", "w2"}
 
 
 def alone(tmp_path: Path, main: str) -> subprocess.CompletedProcess[str]:

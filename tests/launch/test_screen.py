@@ -79,3 +79,10 @@ def test_only_what_every_worker_would_meet_ends_the_job():
     assert str(ends_job(failed, mistake, "relaunch")) == "no parameters"
     assert "exit status 1" in str(ends_job(failed, None, "stop"))
     assert ends_job(failed, None, "relaunch") is None
+
+
+def test_worker_that_is_excused_ends_the_job_only_by_what_the_others_would_meet_too():
+    failed = Exit("w3", exit_code=2)
+    assert ends_job(failed, Failure("w3", "OutOfSharedMemory", "no room"), "stop") is not None
+    assert ends_job(failed, Failure("w3", "OutOfSharedMemory", "no room"), "stop", excused=True) is None
+    assert ends_job(failed, Failure("w3", "ScriptFailed", "bad"), "stop", excused=True) is not None
