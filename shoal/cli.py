@@ -28,6 +28,7 @@ from rich.table import Table
 
 from shoal import __version__, errors
 from shoal.control import client, rundir
+from shoal.control.membership import counted
 from shoal.control.rundir import Committed, RunDir
 from shoal.control.timeouts import Timeouts
 from shoal.launch.job import Ending, Job, Size, parse_size
@@ -83,17 +84,6 @@ def check_script(script: Path) -> None:
         where = f", line {problem.lineno}" if isinstance(problem, SyntaxError) and problem.lineno else ""
         text = problem.msg if isinstance(problem, SyntaxError) else problem
         raise errors.ScriptFailed(f"{script}{where}: {type(problem).__name__}: {text}") from None
-
-
-def _create_run_dir(directory: Path | None, script: Path, settings: dict[str, Any]) -> RunDir:
-    if directory is not None:
-        return RunDir.create(directory, settings)
-    path = rundir.default_path(script)
-    for number in range(2, 100):
-        with contextlib.suppress(errors.RunDirUnusable):  # another job of this script began in the same second
-            return RunDir.create(path, settings)
-        path = path.with_name(f"{rundir.default_path(script).name}-{number}")
-    return RunDir.create(path, settings)
 
 
 @app.command(
@@ -172,7 +162,7 @@ def run(
         "pin": pin,
         "version": __version__,
     }
-    run_dir = _create_run_dir(directory, script, settings)
+    run_dir = RunDir.create(directory, settings) if directory else rundir.create_default(script, settings)
     make_launcher = functools.partial(
         LocalLauncher,
         script,
@@ -196,7 +186,7 @@ def _run_job(
     screen: Screen,
     make_launcher: functools.partial[LocalLauncher],
 ) -> int:
-    screen.tell(f"job {_name(run_dir)}: {size.target} workers, run directory {run_dir.path}")
+    screen.tell(f"job {_name(run_dir)}: {counted(size.target, 'worker')}, run directory {run_dir.path}")
     began = time.monotonic()
 
     async def go() -> Ending:
@@ -221,18 +211,27 @@ def _name(run_dir: RunDir) -> str:
 
 
 def _summary(run_dir: RunDir, ending: Ending, took_s: float) -> list[str]:
-    events = read_events(run_dir.events)
-    kinds = [event["event"] for event in events]
+    kinds = [event["event"] for event in read_events(run_dir.events)]
     if "generation" not in kinds:
-        return [f"no worker joined the job in {took_s:.1f} s; does the script call shoal.run(main)?"]
+        if ending.signum is None and "stopping" not in kinds:
+            raise _never_joined(run_dir, called="finished" in kinds)
+        return [f"stopped ({ending.reason}) before the job had begun"]
     how = "finished" if "finished" in kinds else f"stopped ({ending.reason})"
     report = _audit(run_dir)
-    lost = kinds.count("lost")
     line = (
-        f"{how}: {report.steps:,} steps, {report.samples:,} samples in {took_s:.1f} s, "
-        f"{kinds.count('generation')} generations, {lost} worker{'' if lost == 1 else 's'} lost"
+        f"{how}: {counted(report.steps, 'step')}, {counted(report.samples, 'sample')} in {took_s:.1f} s, "
+        f"{counted(kinds.count('generation'), 'generation')}, {counted(kinds.count('lost'), 'worker')} lost"
     )
     return [line, str(report)]
+
+
+def _never_joined(run_dir: RunDir, called: bool) -> errors.ScriptFailed:
+    script = Path(run_dir.settings()["script"]).name
+    if called:
+        return errors.ScriptFailed(
+            f"{script} trained nothing: main(worker) must go over worker.batches(…) and call worker.step(loss)"
+        )
+    return errors.ScriptFailed(f"{script} ended without calling shoal.run(main); call it at the end of the script")
 
 
 def _audit(run_dir: RunDir) -> Any:
@@ -327,7 +326,7 @@ def scale(
         )
     run_dir = rundir.find(job)
     state = client.scale(_address(run_dir), run_dir.token(), int(target))
-    print(f"{_name(run_dir)}: {state['target']} workers wanted")
+    print(f"{_name(run_dir)}: {counted(state['target'], 'worker')} wanted")
     return 0
 
 

@@ -366,11 +366,10 @@ class LauncherClient:
         self._link.drop(f"gone {worker_id}")
         self._link.say(FromLauncher(started={"worker_id": worker_id, "pid": pid}))
 
-    def gone(self, worker_id: str, clean: bool, exit_code: int = 0, signal: int = 0, reason: str = "") -> None:
+    def gone(self, worker_id: str, reason: str) -> None:
         """The process is dead: its pidfd said so."""
-        body = {"worker_id": worker_id, "clean": clean, "exit_code": exit_code, "signal": signal, "reason": reason}
         self._gone.add(worker_id)
-        self._link.keep(f"gone {worker_id}", FromLauncher(gone=body))
+        self._link.keep(f"gone {worker_id}", FromLauncher(gone={"worker_id": worker_id, "reason": reason}))
 
     def evidence(self, worker_id: str, stopped: bool, cpu_time_s: float) -> None:
         body = {"worker_id": worker_id, "stopped": stopped, "cpu_time_s": cpu_time_s}

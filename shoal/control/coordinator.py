@@ -232,7 +232,7 @@ class Coordinator:
         worker = membership.worker(worker_id)
         if worker is None or worker.launched or worker.state is not State.PARTED or worker_id in self._workers:
             return membership, []
-        return m.on_gone(membership, worker_id, clean=True, reason="disconnected")
+        return m.on_gone(membership, worker_id, "disconnected")
 
     def _heard(self, worker_id: str, kind: str, body: Any) -> None:
         if kind == "beat":
@@ -323,10 +323,7 @@ class Coordinator:
             self._pids[worker_id] = body.pid
             self._post(lambda membership, now: m.on_join(membership, worker_id, host, now, launched=True))
         elif kind == "gone":
-            reason = body.reason or (
-                f"killed by signal {body.signal}" if body.signal else f"exit code {body.exit_code}"
-            )
-            self._post(lambda membership, now: m.on_gone(membership, worker_id, body.clean, reason))
+            self._post(lambda membership, now: m.on_gone(membership, worker_id, body.reason))
         elif kind == "evidence":
             self._post(lambda membership, now: m.on_evidence(membership, worker_id, body.stopped, body.cpu_time_s, now))
 

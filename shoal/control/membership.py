@@ -291,7 +291,7 @@ def on_refused(membership: Membership, worker_id: str, why: str) -> Outcome:
     return membership, [*instructions, SetTarget(_processes(membership), membership.finishing)]
 
 
-def on_gone(membership: Membership, worker_id: str, clean: bool, reason: str = "") -> Outcome:
+def on_gone(membership: Membership, worker_id: str, reason: str = "") -> Outcome:
     """The worker's process is confirmed dead; its slot is free again.
 
     A member or leaver that was not told Bye is a fault even if it exited with 0: others may wait for its words.
@@ -300,7 +300,7 @@ def on_gone(membership: Membership, worker_id: str, clean: bool, reason: str = "
     if worker is None:
         return membership, []
     membership = replace(membership, workers=tuple(other for other in membership.workers if other is not worker))
-    if worker.state is State.PARTED and clean:
+    if worker.state is State.PARTED:
         return membership, [Log("left", worker_id, reason)]
     if worker.state in (State.MEMBER, State.LEAVING):
         membership = replace(_changed(membership, f"{worker_id} left ({reason or 'died'})"), fault=True)
@@ -315,8 +315,7 @@ def on_roster(membership: Membership, host: str, live: Iterable[str]) -> Outcome
         if not worker.launched or worker.member.host != host:
             continue
         if worker.worker_id not in alive:
-            clean = worker.state is State.PARTED
-            membership, more = on_gone(membership, worker.worker_id, clean, "gone while the coordinator was away")
+            membership, more = on_gone(membership, worker.worker_id, "gone while the coordinator was away")
             instructions += more
             continue
         if worker.state in (State.LEAVING, State.PARTED):
@@ -406,12 +405,11 @@ def on_tick(membership: Membership, now: float) -> Outcome:
         silent_s = now - life.alive_at
         if silent_s <= timeouts.beat_s:
             continue
-        if not life.suspect:
+        importing = worker.state is State.JOINING and not life.connected  # and has no way to beat yet
+        if not life.suspect and not importing:
             life = replace(life, suspect=True)
             instructions.append(Log("suspect", worker.worker_id, f"silent for {silent_s:.1f} s while awaited"))
-        allowed_s = timeouts.budget_s
-        if worker.state is State.JOINING and not life.connected:
-            allowed_s = timeouts.join_s  # it imports, and has no way to beat yet
+        allowed_s = timeouts.join_s if importing else timeouts.budget_s
         # A worker may have been silent for long before anybody waited: probes get half the budget to speak for it.
         if silent_s >= allowed_s and now - awaited_since >= timeouts.budget_s / 2:
             reason = f"no sign of life for {silent_s:.1f} s while awaited"

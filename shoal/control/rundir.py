@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -146,6 +147,16 @@ def default_path(script: Path | str, now: float | None = None) -> Path:
     """shoal-runs/<name of the script>-<date and time>, at this moment unless `now` is given."""
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
     return RUNS / f"{Path(script).stem}-{stamp}"
+
+
+def create_default(script: Path | str, settings: dict[str, Any]) -> RunDir:
+    """A new run directory at the default path, or beside it when a job of this script began in the same second."""
+    path = default_path(script)
+    for number in range(2, 100):
+        with contextlib.suppress(RunDirUnusable):
+            return RunDir.create(path, settings)
+        path = path.with_name(f"{default_path(script).name}-{number}")
+    return RunDir.create(path, settings)
 
 
 def find(job: str | None = None) -> RunDir:

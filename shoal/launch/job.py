@@ -102,10 +102,10 @@ class CoordinatorProcess:
         self.ended.set()
 
     def lost(self) -> errors.CoordinatorLost:
-        lines = self.log.read_text(errors="replace").split("\n") if self.log.exists() else []
-        last = next((line for line in reversed(lines) if line.strip()), "it said nothing")
-        status = Exit("", *_status(self._process.returncode))
-        return errors.CoordinatorLost(f"the coordinator ended with {status}: {last.strip()[:300]}; see {self.log}")
+        exit = Exit.of("", self._process.returncode)
+        said = self.log.read_text(errors="replace").split("\n") if exit.exit_code else []
+        last = next((f": {line.strip()[:300]}" for line in reversed(said) if line.strip()), "")
+        return errors.CoordinatorLost(f"the coordinator ended with {exit}{last}; see {self.log}")
 
     async def address(self) -> str:
         """host:port, once it serves. Fails with CoordinatorLost if it ends before."""
@@ -122,10 +122,6 @@ class CoordinatorProcess:
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self.ended.wait(), grace_s)
         os.close(self._pidfd)
-
-
-def _status(returncode: int) -> tuple[int | None, int | None]:
-    return (returncode, None) if returncode >= 0 else (None, -returncode)
 
 
 def clear_shared_memory(loaders: Path) -> None:
@@ -336,7 +332,7 @@ class Job:
 
     def _on_exit(self, exit: Exit) -> None:
         if self._link is not None:
-            self._link.gone(exit.worker_id, exit.clean, exit.exit_code or 0, exit.signal or 0, str(exit))
+            self._link.gone(exit.worker_id, str(exit))
         self._live.pop(exit.worker_id, None)
         if self._ending is not None:
             return
@@ -376,20 +372,23 @@ class Job:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """The first signal drains, the second kills."""
+        """The first signal drains, the second kills. After the job they do nothing: what it did is still to be told."""
         wanted = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # it is under nohup
             wanted.append(signal.SIGHUP)
         for signum in wanted:
-            self._loop.add_signal_handler(signum, self._on_signal, signum)
+            # Not the loop's own handlers: when they go, a signal ends the process.
+            signal.signal(signum, lambda signum, _: self._from_thread(self._on_signal, signum))
         try:
             yield
         finally:
             for signum in wanted:
-                self._loop.remove_signal_handler(signum)
+                signal.signal(signum, signal.SIG_IGN)
 
     def _on_signal(self, signum: int) -> None:
         name = signal.Signals(signum).name
+        if self._over.is_set():
+            return
         if self._ending is not None:
             self._screen.say(f"{name} again: killing every worker")
             self._over.set()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from shoal import errors
 from shoal.control.coordinator import OnError
-from shoal.control.membership import REFUSABLE
+from shoal.control.membership import REFUSABLE, counted
 from shoal.control.rundir import Committed
 
 
@@ -24,6 +24,11 @@ class Exit:
     worker_id: str
     exit_code: int | None = None
     signal: int | None = None
+
+    @classmethod
+    def of(cls, worker_id: str, returncode: int) -> Exit:
+        """From what `subprocess` says: below 0, a signal."""
+        return cls(worker_id, exit_code=returncode) if returncode >= 0 else cls(worker_id, signal=-returncode)
 
     @property
     def clean(self) -> bool:
@@ -170,8 +175,8 @@ class Relaunch:
         state = replace(self, started_at=others, failed_at=failed_at, consecutive=consecutive)
         if len(failed_at) > self.restarts:
             reason = (
-                f"{len(failed_at)} workers failed within {self.window_s:g} s, the budget is {self.restarts}; "
-                f"the logs of the last ones say why, --restarts raises the budget"
+                f"{counted(len(failed_at), 'worker')} failed within {self.window_s:g} s, the budget is "
+                f"{self.restarts}; the logs of the last ones say why, --restarts raises the budget"
             )
             return state, [GiveUp(reason)]
         delay_s = self.first_delay_s * 2.0 ** (consecutive - 1) if consecutive else 0.0

@@ -130,7 +130,7 @@ class LocalLauncher(Launcher):
 
     async def open(self) -> None:
         log = self._logs / "forkserver.log"
-        self._server = ForkServer(log, self._on_reaped, lambda reason: self.on_lost(errors.ShoalError(reason)))
+        self._server = ForkServer(log, self._on_reaped, self.on_lost)
         await self._server.ready()
 
     async def start(self, worker_id: str, env: Mapping[str, str]) -> int:

@@ -58,7 +58,7 @@ def progress_line(status: Mapping[str, Any]) -> str:
     parts = [f"step {status['step']:,}", f"epoch {status['epoch']}", f"{status['rate']:,.0f} samples/s"]
     if status["loss"] is not None:
         parts.append(f"loss {status['loss']:.4f}")
-    parts.append(f"{members} of {status['target']} workers")
+    parts.append(f"{members} of {counted(status['target'], 'worker')}")
     if status["phase"] != "running":
         parts.append(str(status["phase"]))
     return "  ".join(parts)

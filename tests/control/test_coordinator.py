@@ -194,11 +194,11 @@ def test_a_death_told_by_the_launcher_is_a_fault_generation_with_its_signal_as_c
     first.client.ready()
     second.client.ready()
     first.newer(0)
-    launcher.client.gone("w1", clean=False, signal=9)
+    launcher.client.gone("w1", "signal 9")
     generation = first.newer(1)
     assert (ids(generation.members), generation.fault) == (["w0"], True)
     causes = [event["cause"] for event in read_events(job.run_dir.events) if event["event"] == "generation"]
-    assert causes[-1] == "w1 left (killed by signal 9)"
+    assert causes[-1] == "w1 left (signal 9)"
 
 
 def test_a_death_while_the_coordinator_was_away_is_known_when_it_is_back(make_job: Callable[..., Job]) -> None:
@@ -233,7 +233,7 @@ def test_a_silent_worker_somebody_waits_for_is_probed_then_fenced(make_job: Call
     assert launcher.hear("fence") == ("fence", "w1")
     assert first.client.newest is not None
     assert first.client.newest.number == 1, "a fenced worker is not lost before its launcher says so"
-    launcher.client.gone("w1", clean=False, signal=9)
+    launcher.client.gone("w1", "signal 9")
     assert first.newer(1).fault
 
 
@@ -304,7 +304,7 @@ def test_with_relaunch_an_exception_in_user_code_is_left_to_the_launcher(make_jo
     first.newer(0)
     second.client.failed("ValueError", "bad batch", "Traceback …")
     second.client.close()
-    launcher.client.gone("w1", clean=False, exit_code=1)
+    launcher.client.gone("w1", "exit status 1")
     assert first.newer(1).fault
     assert "failed" in job.kinds()
     assert "stopping" not in job.kinds()
@@ -331,7 +331,7 @@ def test_a_job_ends_when_all_have_finished_and_gone(make_job: Callable[..., Job]
                 worker.client.parked(number)
     for worker, worker_id in zip(workers, ("w0", "w1"), strict=True):
         assert worker.client.wait_bye(WAIT_S)
-        launcher.client.gone(worker_id, clean=True)
+        launcher.client.gone(worker_id, "exit status 0")
     assert launcher.hear("stop") == ("stop", "every worker has gone", False, "")
     finished = [event for event in read_events(job.run_dir.events) if event["event"] == "finished"]
     assert [(event["digest"], event["step"], event["report"]) for event in finished] == [("abc", 10, {"loss": 0.5})] * 2
@@ -392,7 +392,7 @@ def test_a_launcher_that_reconnects_tells_of_a_death_once_and_how_it_ended(make_
     second.client.close()
     job.server.stop()
     del live["w1"]
-    launcher.client.gone("w1", clean=False, signal=9)
+    launcher.client.gone("w1", "signal 9")
     for _ in range(2):
         job.bring_up()
         launcher.hear("target")
@@ -400,7 +400,7 @@ def test_a_launcher_that_reconnects_tells_of_a_death_once_and_how_it_ended(make_
         job.server.stop()
     job.bring_up()
     events = read_events(job.run_dir.events)
-    assert [event["text"] for event in events if event["event"] == "lost"] == ["killed by signal 9"]
+    assert [event["text"] for event in events if event["event"] == "lost"] == ["signal 9"]
     assert [event["event"] for event in events].count("joined") == 2
 
 

@@ -197,6 +197,82 @@ def test_the_others_leave_in_order_when_one_workers_code_raises(tmp_path: Path) 
     assert {event["worker_id"] for event in result.of("left")} == {"w0", "w2"}
 
 
+NEVER_STEPS = """
+def main(worker):
+    pass
+"""
+
+EXITS = """
+def main(worker):
+    for batch in batches(worker, epochs=20):
+        if worker.id == "w1" and batch.step == 7:
+            sys.exit(0)
+        worker.step(loss(batch))
+"""
+
+RAISES = """
+def main(worker):
+    raise ValueError("the user's own mistake")
+"""
+
+MISTAKEN = """
+def main(worker):
+    worker.batches(None)
+"""
+
+
+def test_a_script_that_trains_nothing_is_told_what_to_do(tmp_path: Path) -> None:
+    result = job(tmp_path, NEVER_STEPS).run()
+    assert result.exit_code == 2
+    assert last_line(result.output).startswith("shoal: ScriptFailed: train.py trained nothing: main(worker) must ")
+
+
+def test_a_worker_that_exits_with_0_has_returned_and_the_others_go_on(tmp_path: Path) -> None:
+    result = job(tmp_path, EXITS).run()
+    assert result.exit_code == 0, result.output
+    assert result.audit.clean
+    assert not result.of("lost")
+    assert {event["worker_id"]: event["step"] for event in result.of("finished")} == {"w0": 100, "w1": 6}
+
+
+def test_a_signal_in_the_closing_second_does_not_lose_the_summary(tmp_path: Path) -> None:
+    script_of(tmp_path, FIVE_EPOCHS)
+    code = """
+import os, signal, sys
+from shoal import cli
+
+summary = cli._summary
+
+def interrupted(*given):
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        os.kill(os.getpid(), signum)
+    return summary(*given)
+
+cli._summary = interrupted
+cli.main(["run", "-n", "1", "--dir", "run", "--quiet", "train.py"])
+"""
+    ran = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0
+    assert ran.stderr.startswith("finished: 25 steps, 300 samples in ")
+
+
+def test_a_job_of_one_process_says_where_its_run_directory_is(tmp_path: Path) -> None:
+    ran = alone(tmp_path, FIVE_EPOCHS)
+    (run_dir,) = (tmp_path / "shoal-runs").iterdir()
+    assert ran.stderr == f"shoal: one worker, run directory {run_dir}\n"
+
+
+def test_a_job_of_one_process_ends_with_the_exit_codes_of_shoal_run(tmp_path: Path) -> None:
+    raised = alone(tmp_path, RAISES)
+    assert raised.returncode == 2
+    assert raised.stderr.count("Traceback (most recent call last)") == 1
+    assert last_line(raised.stderr) == "ValueError: the user's own mistake"
+    mistaken = alone(tmp_path, MISTAKEN)
+    assert mistaken.returncode == 2
+    assert "Traceback" not in mistaken.stderr
+    assert last_line(mistaken.stderr).startswith("shoal: SettingsContradict: batches() before attach()")
+
+
 def alone(tmp_path: Path, main: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(script_of(tmp_path, main))]
     return subprocess.run(command, cwd=tmp_path, env=dict(os.environ), capture_output=True, text=True, timeout=60)

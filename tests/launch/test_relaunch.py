@@ -61,6 +61,7 @@ def test_failures_older_than_the_window_are_forgiven():
 def test_budget_of_none_gives_up_at_the_first_failure():
     _, decision = fail(Relaunch(restarts=0), "w0", lived_s=1000.0, now=1000.0)
     assert isinstance(decision, GiveUp)
+    assert decision.reason.startswith("1 worker failed")
 
 
 def test_only_live_workers_are_remembered():
