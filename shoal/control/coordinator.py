@@ -73,7 +73,6 @@ class Coordinator:
         self._clock = clock
         self._wall = wall
         self._token = run_dir.token()
-        self._settings_json = json.dumps(run_dir.settings())
         self._journal = Journal(run_dir.journal)
         self._events = EventLog(run_dir.events)
         self._membership = self._journal.load(clock()) or membership
@@ -219,7 +218,7 @@ class Coordinator:
             membership, instructions = m.on_join(membership, join.worker_id, join.host, now, join.generation)
             worker = membership.worker(join.worker_id)
             if worker is not None:
-                outbox.put(ToWorker(welcome={"slot": worker.member.slot, "settings_json": self._settings_json}))
+                outbox.put(ToWorker(welcome={"slot": worker.member.slot}))
                 newest = m.newest_for(membership, join.generation)
                 if newest is not None and (newest.rank(join.worker_id) is not None or newest.leaves(join.worker_id)):
                     outbox.put(protocol.to_wire(newest))
@@ -370,13 +369,10 @@ class Coordinator:
             self._publish(instruction.generation, instruction.cause)
         elif isinstance(instruction, m.Bye):
             self._tell_worker(instruction.worker_id, ToWorker(bye={}))
-        elif isinstance(instruction, m.Drain):
-            self._tell_worker(instruction.worker_id, ToWorker(drain={}))
         elif isinstance(instruction, m.Refuse):
             self._tell_worker(instruction.worker_id, ToWorker(refused={"reason": instruction.reason}))
         elif isinstance(instruction, m.Fence):
-            fence = {"worker_id": instruction.worker_id, "reason": instruction.reason}
-            self._tell_launchers(ToLauncher(fence=fence))
+            self._tell_launchers(ToLauncher(fence={"worker_id": instruction.worker_id}))
         elif isinstance(instruction, m.Excuse):
             self._tell_launchers(ToLauncher(excuse={"worker_id": instruction.worker_id}))
         elif isinstance(instruction, m.Probe):

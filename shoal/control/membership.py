@@ -140,18 +140,10 @@ class Publish:
 @dataclass(frozen=True)
 class Fence:
     worker_id: str
-    reason: str
 
 
 @dataclass(frozen=True)
 class Probe:
-    worker_id: str
-
-
-@dataclass(frozen=True)
-class Drain:
-    """Tell the worker that it is asked to leave."""
-
     worker_id: str
 
 
@@ -190,7 +182,7 @@ class Log:
     text: str = ""
 
 
-Instruction = Publish | Fence | Probe | Drain | Excuse | Bye | Refuse | SetTarget | Log
+Instruction = Publish | Fence | Probe | Excuse | Bye | Refuse | SetTarget | Log
 Outcome = tuple[Membership, list[Instruction]]
 
 
@@ -321,7 +313,7 @@ def on_roster(membership: Membership, host: str, live: Iterable[str]) -> Outcome
         if worker.state in (State.LEAVING, State.PARTED):
             instructions.append(Excuse(worker.worker_id))
         if worker.fenced:
-            instructions.append(Fence(worker.worker_id, worker.fenced))
+            instructions.append(Fence(worker.worker_id))
     return membership, [*instructions, SetTarget(_processes(membership), membership.finishing)]
 
 
@@ -345,7 +337,7 @@ def on_scale(membership: Membership, target: int) -> Outcome:
     dispensable += sorted(membership.in_state(State.MEMBER), key=lambda worker: -worker.seniority)
     for worker in dispensable[: max(0, len(active) - target)]:
         membership, leaving = on_leave(membership, worker.worker_id, "scaled down")
-        instructions += [Drain(worker.worker_id), *leaving]
+        instructions += leaving
     return membership, instructions
 
 
@@ -355,7 +347,7 @@ def on_stop(membership: Membership, failed: bool) -> Outcome:
     instructions: list[Instruction] = [SetTarget(_processes(membership), finishing=True)]
     for worker in membership.workers:
         membership, leaving = on_leave(membership, worker.worker_id, "the job stops")
-        instructions += [Drain(worker.worker_id), *leaving]
+        instructions += leaving
     return membership, instructions
 
 
@@ -414,7 +406,7 @@ def on_tick(membership: Membership, now: float) -> Outcome:
         if silent_s >= allowed_s and now - awaited_since >= timeouts.budget_s / 2:
             reason = f"no sign of life for {silent_s:.1f} s while awaited"
             worker = replace(worker, fenced=reason)
-            instructions += [Log("fenced", worker.worker_id, reason), Fence(worker.worker_id, reason)]
+            instructions += [Log("fenced", worker.worker_id, reason), Fence(worker.worker_id)]
         elif life.probed_at is None or now - life.probed_at >= timeouts.probe_s:
             life = replace(life, probed_at=now)
             instructions.append(Probe(worker.worker_id))
@@ -435,7 +427,7 @@ def settle(membership: Membership) -> Outcome:
     if membership.finishing and membership.newest is not None and not membership.in_state(State.MEMBER, State.LEAVING):
         for late in membership.in_state(State.JOINING, State.WARM):
             membership, leaving = on_leave(membership, late.worker_id, "the job is over")
-            instructions += [Drain(late.worker_id), *leaving]
+            instructions += leaving
     for newcomer in membership.in_state(State.WARM)[:room]:
         seniority = membership.seniority + 1
         promoted = replace(newcomer, state=State.MEMBER, seniority=seniority)

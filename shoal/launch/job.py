@@ -268,7 +268,7 @@ class Job:
         for _ in range(-surplus):
             self._start_after(0.0)
 
-    def _on_fence(self, worker_id: str, reason: str) -> None:
+    def _on_fence(self, worker_id: str) -> None:
         self._spawn(self._launcher.fence(worker_id))
 
     def _on_probe(self, worker_id: str) -> None:

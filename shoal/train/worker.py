@@ -96,10 +96,8 @@ class Worker:
         self._dropped: tuple[int, int] | None = None  # (pass, epoch) that ended by being dropped
         self._split_is_new = True  # the loader has to be started again
         self._asked_in = False
-        self._client = Client(
-            address, run_dir.token(), worker_id, host, timeouts, self.progress, self._notice.tell, on_drain=_nothing
-        )
-        self._slot = self._client.connect().slot
+        self._client = Client(address, run_dir.token(), worker_id, host, timeouts, self.progress, self._notice.tell)
+        self._slot = self._client.connect()
         self._parking = Parking(self._client, self._words, self._notice, worker_id, self._slot, timeouts.budget_s)
 
     # What a script asks.
@@ -461,7 +459,7 @@ class Worker:
         waited_s = time.monotonic() - notice.awaited_since_s if notice.awaited is not None else 0.0
         waiting = (notice.awaited_id,) if waited_s > self._timeouts.beat_s else ()
         seq = self._group.seq if self._group else 0
-        return Progress(seq, record.step, record.epoch, record.samples, record.loss, waiting, waited_s)
+        return Progress(seq, record.step, record.epoch, record.samples, record.loss, waiting)
 
     def _in_loader(self) -> None:
         """First thing in a loader process: it answers to this worker only, and holds nothing of the job open."""
@@ -529,7 +527,3 @@ def _seed_everything(seed: int) -> None:
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed & 0xFFFFFFFF)
-
-
-def _nothing() -> None:
-    """Being asked to leave needs no answer: the generation without this worker is on its way."""
