@@ -247,7 +247,7 @@ class ShoalJob:
         return list(generations[-1]["members"]) if generations else []
 
     def kill(self, worker_id: str) -> float:
-        pid = next(member["pid"] for member in self._job.status()["members"] if member["worker_id"] == worker_id)
+        pid = next(worker["pid"] for worker in self._job.status()["workers"] if worker["worker_id"] == worker_id)
         killed_s = time.monotonic()
         os.kill(pid, signal.SIGKILL)
         return killed_s

@@ -32,8 +32,8 @@ from shoal.control.membership import counted
 from shoal.control.rundir import Committed, RunDir
 from shoal.control.timeouts import Timeouts
 from shoal.launch.job import Ending, Job, Size, parse_size
-from shoal.launch.launcher import Relaunch, default_restarts
 from shoal.launch.local import LocalLauncher
+from shoal.launch.relaunch import Relaunch, default_restarts
 from shoal.launch.screen import Screen
 from shoal.metrics import read_events
 
@@ -257,9 +257,9 @@ def status(job: JobArgument = None, as_json: JsonOption = False) -> int:
         f"{_name(run_dir)}: {state['phase']}, generation {state['generation']}, step {state['step']:,}, "
         f"epoch {state['epoch']}, {state['samples']:,} samples, {state['rate']:,.0f} samples/s{loss}"
     )
-    if state["members"]:
+    if state["workers"]:
         table = Table("worker", "rank", "state", "step", "pid", "host", box=None)
-        for worker in state["members"]:
+        for worker in state["workers"]:
             cells = [
                 worker["worker_id"],
                 worker["rank"],
@@ -291,7 +291,7 @@ def _status(run_dir: RunDir) -> dict[str, Any]:
         "phase": "finished" if "finished" in kinds else "ended" if "ended" in kinds else "not running",
         "reason": "",
         "generation": max((event["number"] for event in events if event["event"] == "generation"), default=0),
-        "members": [],
+        "workers": [],
         **asdict(committed),
         "rate": 0.0,
         **{name: settings.get(name) for name in ("target", "min", "max")},

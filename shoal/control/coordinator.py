@@ -183,30 +183,50 @@ class Coordinator:
             self._post(m.on_tick)
 
     async def _work(self, requests: AsyncIterator[Any], context: Any) -> None:
+        def opened(join: Any, outbox: Outbox) -> str:
+            self._pids[join.worker_id] = join.pid
+            self._post(self._joined(join, outbox))
+            return str(join.worker_id)
+
+        def closed(worker_id: str) -> None:
+            self._post(lambda membership, now: self._disconnected(membership, worker_id))
+
+        await self._converse(requests, context, self._workers, "join", opened, self._heard, closed)
+
+    async def _converse(
+        self,
+        requests: AsyncIterator[Any],
+        context: Any,
+        streams: dict[str, Outbox],
+        first: str,
+        opened: Callable[[Any, Outbox], str],
+        heard: Callable[[str, str, Any], None],
+        closed: Callable[[str], None] = lambda whose: None,
+    ) -> None:
+        """Serve one stream to its end. Its `first` message says whose it is, which `opened` returns; the stream takes
+        the place of an older one of the same in `streams`, and `closed` is called unless another has taken its own."""
         await self._admit(context)
         outbox = Outbox()
-        worker_id = ""
+        whose = ""
         sending = asyncio.create_task(outbox.send_all(context))
         try:
             async for message in requests:
                 kind, body = protocol.kind_of(message)
-                if kind == "join" and not worker_id:
-                    worker_id = body.worker_id
-                    if (older := self._workers.get(worker_id)) is not None:
+                if kind == first and not whose:
+                    whose = opened(body, outbox)
+                    if (older := streams.get(whose)) is not None:
                         older.end()
-                    self._workers[worker_id] = outbox
-                    self._pids[worker_id] = body.pid
-                    self._post(self._joined(body, outbox))
-                elif worker_id:
-                    self._heard(worker_id, kind, body)
+                    streams[whose] = outbox
+                elif whose:
+                    heard(whose, kind, body)
             outbox.end()
             await sending
         finally:
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)  # it fails when the stream broke: no news
-            if self._workers.get(worker_id) is outbox:
-                del self._workers[worker_id]
-                self._post(lambda membership, now: self._disconnected(membership, worker_id))
+            if streams.get(whose) is outbox:
+                del streams[whose]
+                closed(whose)
 
     def _joined(self, join: Any, outbox: Outbox) -> Event:
         def event(membership: Membership, now: float) -> Outcome:
@@ -283,36 +303,17 @@ class Coordinator:
         return m.on_scale(membership, min(max(wanted, membership.min_size), membership.max_size))
 
     async def _launch(self, requests: AsyncIterator[Any], context: Any) -> None:
-        await self._admit(context)
-        outbox = Outbox()
-        host = ""
-        sending = asyncio.create_task(outbox.send_all(context))
-        try:
-            async for message in requests:
-                kind, body = protocol.kind_of(message)
-                if kind == "hello" and not host:
-                    host = body.host
-                    if (older := self._launchers.get(host)) is not None:
-                        older.end()
-                    self._launchers[host] = outbox
-                    self._greet(host, body, outbox)
-                elif host:
-                    self._heard_launcher(host, kind, body)
-            outbox.end()
-            await sending
-        finally:
-            sending.cancel()
-            await asyncio.gather(sending, return_exceptions=True)  # it fails when the stream broke: no news
-            if self._launchers.get(host) is outbox:
-                del self._launchers[host]
+        await self._converse(requests, context, self._launchers, "hello", self._greet, self._heard_launcher)
 
-    def _greet(self, host: str, hello: Any, outbox: Outbox) -> None:
+    def _greet(self, hello: Any, outbox: Outbox) -> str:
+        host = str(hello.host)
         known = [*(worker.worker_id for worker in hello.workers), *hello.gone]
         if self._stop_message is not None:
             outbox.put(self._stop_message)
         self._post(lambda membership, now: m.on_roster(membership, host, known))
         for worker in hello.workers:
             self._heard_launcher(host, "started", worker)
+        return host
 
     def _heard_launcher(self, host: str, kind: str, body: Any) -> None:
         if kind not in ("started", "gone", "evidence"):
@@ -476,7 +477,7 @@ class Coordinator:
             "phase": self._phase(),
             "reason": "" if self._stop_message is None else self._stop_message.stop.reason,
             "generation": membership.number,
-            "members": workers,
+            "workers": workers,
             "seq": front.seq,
             "step": front.step,
             "epoch": front.epoch,

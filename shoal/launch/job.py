@@ -22,7 +22,8 @@ from shoal.control.coordinator import OnError
 from shoal.control.membership import MAX_SLOTS, REFUSABLE
 from shoal.control.rundir import RunDir
 from shoal.control.timeouts import Timeouts
-from shoal.launch.launcher import Exit, Failure, GiveUp, Launcher, Relaunch, Start, ends_job
+from shoal.launch.launcher import Exit, Failure, Launcher
+from shoal.launch.relaunch import GiveUp, Relaunch, Start, ends_job
 from shoal.launch.screen import Screen, Tail, transition_line
 from shoal.metrics import read_events
 

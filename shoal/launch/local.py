@@ -25,7 +25,7 @@ _STATUS_WAIT_S = 0.05
 _KILL_WAIT_S = 10.0
 
 
-class HostMemory:
+class HeldMemory:
     """The shared memory of a job on this host, by name. It lives as long as the launcher holds it, and no longer."""
 
     def __init__(self, limit_bytes: int | None) -> None:
@@ -122,7 +122,7 @@ class LocalLauncher(Launcher):
     ) -> None:
         super().__init__(on_exit, on_failure, on_lost)
         self._script, self._args, self._logs = script, tuple(args), logs
-        self._memory = HostMemory(memory_limit_bytes)
+        self._memory = HeldMemory(memory_limit_bytes)
         self._workers: dict[str, _Worker] = {}
         self._answers: set[asyncio.Task[None]] = set()
         self._early: dict[str, Exit] = {}  # reaped before the reply to its start was handled

@@ -54,7 +54,7 @@ class Tail:
 
 def progress_line(status: Mapping[str, Any]) -> str:
     """One line for the status of a coordinator."""
-    members = sum(1 for worker in status["members"] if worker["rank"] is not None)
+    members = sum(1 for worker in status["workers"] if worker["rank"] is not None)
     parts = [f"step {status['step']:,}", f"epoch {status['epoch']}", f"{status['rate']:,.0f} samples/s"]
     if status["loss"] is not None:
         parts.append(f"loss {status['loss']:.4f}")

@@ -105,7 +105,7 @@ class LocalJob:
             time.sleep(_POLL_S)
 
     def events(self, kind: str | None = None) -> list[dict[str, Any]]:
-        found = read_events(self.directory / "events.jsonl")
+        found = read_events(RunDir(self.directory).events)
         return [event for event in found if kind is None or event["event"] == kind]
 
     def status(self) -> dict[str, Any]:
@@ -123,20 +123,20 @@ class LocalJob:
 
     def signal(self, worker_id: str, signum: int = signal.SIGKILL) -> None:
         """Send a worker a signal from outside, at whatever instruction it is."""
-        pid = next(worker["pid"] for worker in self.status()["members"] if worker["worker_id"] == worker_id)
+        pid = next(worker["pid"] for worker in self.status()["workers"] if worker["worker_id"] == worker_id)
         os.kill(pid, signum)
 
     def _result(self, output: str) -> JobResult:
         events = self.events()
         finished = [event for event in events if event["event"] == "finished"]
-        committed = RunDir(self.directory).committed()
-        recorded = self.directory / "faults.jsonl"
-        plan = FaultPlan.load(recorded).faults if recorded.exists() else ()
+        run_dir = RunDir(self.directory)
+        committed = run_dir.committed()
+        plan = FaultPlan.load(run_dir.faults).faults if run_dir.faults.exists() else ()
         return JobResult(
             self.process.returncode,
             output,
             events,
-            audit(self.directory / "audit", None if committed is None else committed.seq),
+            audit(run_dir.audit, None if committed is None else committed.seq),
             committed,
             {event["worker_id"]: event["digest"] for event in finished},
             [fault.__dict__ for fault in plan],

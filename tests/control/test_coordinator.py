@@ -182,7 +182,7 @@ def test_workers_go_on_after_the_coordinator_was_killed_and_came_back(make_job: 
     second.newer(1)
     second.client.parked(2)
     assert second.told_bye()
-    assert {member["worker_id"]: member["slot"] for member in job.status()["members"]}["w0"] == 0
+    assert {worker["worker_id"]: worker["slot"] for worker in job.status()["workers"]}["w0"] == 0
 
 
 def test_a_death_told_by_the_launcher_is_a_fault_generation_with_its_signal_as_cause(
@@ -356,7 +356,7 @@ def test_status_tells_progress_from_the_beats(make_job: Callable[..., Job]) -> N
     status = job.status()
     assert (status["phase"], status["step"], status["epoch"], status["loss"]) == ("paused", 7, 1, 0.25)
     assert (status["samples"], status["seq"]) == (448, 8)
-    assert status["members"][0]["step"] == 7
+    assert status["workers"][0]["step"] == 7
 
 
 def test_stop_drains_every_worker(make_job: Callable[..., Job]) -> None:

@@ -207,7 +207,7 @@ def test_killed_worker_is_replaced_by_one_with_a_new_name_and_the_job_scales_and
         run.command("scale", str(run.dir), "3")
         run.says("w3 | waiting")
         state = json.loads(run.command("status", str(run.dir), "--json"))
-        assert {worker["worker_id"] for worker in state["members"]} == {"w0", "w2", "w3"}
+        assert {worker["worker_id"] for worker in state["workers"]} == {"w0", "w2", "w3"}
         assert "w3" in run.command("status", str(run.dir))
         family = run.family()
         run.command("stop", str(run.dir))
