@@ -17,6 +17,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,11 +28,12 @@ from rich.table import Table
 
 from shoal import __version__, errors
 from shoal.control import client, rundir
-from shoal.control.rundir import RunDir
+from shoal.control.membership import counted
+from shoal.control.rundir import Committed, RunDir
 from shoal.control.timeouts import Timeouts
 from shoal.launch.job import Ending, Job, Size, parse_size
-from shoal.launch.launcher import Relaunch, default_restarts
 from shoal.launch.local import LocalLauncher
+from shoal.launch.relaunch import Relaunch, default_restarts
 from shoal.launch.screen import Screen
 from shoal.metrics import read_events
 
@@ -82,17 +84,6 @@ def check_script(script: Path) -> None:
         where = f", line {problem.lineno}" if isinstance(problem, SyntaxError) and problem.lineno else ""
         text = problem.msg if isinstance(problem, SyntaxError) else problem
         raise errors.ScriptFailed(f"{script}{where}: {type(problem).__name__}: {text}") from None
-
-
-def _create_run_dir(directory: Path | None, script: Path, settings: dict[str, Any]) -> RunDir:
-    if directory is not None:
-        return RunDir.create(directory, settings)
-    path = rundir.default_path(script)
-    for number in range(2, 100):
-        with contextlib.suppress(errors.RunDirUnusable):  # another job of this script began in the same second
-            return RunDir.create(path, settings)
-        path = path.with_name(f"{rundir.default_path(script).name}-{number}")
-    return RunDir.create(path, settings)
 
 
 @app.command(
@@ -171,7 +162,7 @@ def run(
         "pin": pin,
         "version": __version__,
     }
-    run_dir = _create_run_dir(directory, script, settings)
+    run_dir = RunDir.create(directory, settings) if directory else rundir.create_default(script, settings)
     make_launcher = functools.partial(
         LocalLauncher,
         script,
@@ -195,7 +186,7 @@ def _run_job(
     screen: Screen,
     make_launcher: functools.partial[LocalLauncher],
 ) -> int:
-    screen.tell(f"job {_name(run_dir)}: {size.target} workers, run directory {run_dir.path}")
+    screen.tell(f"job {_name(run_dir)}: {counted(size.target, 'worker')}, run directory {run_dir.path}")
     began = time.monotonic()
 
     async def go() -> Ending:
@@ -219,30 +210,37 @@ def _name(run_dir: RunDir) -> str:
     return run_dir.path.name if under_runs else os.path.relpath(run_dir.path)
 
 
-def _committed_seq(events: Sequence[dict[str, Any]]) -> int | None:
-    return max((event["seq"] for event in events if event["event"] == "finished" and "seq" in event), default=None)
-
-
 def _summary(run_dir: RunDir, ending: Ending, took_s: float) -> list[str]:
-    events = read_events(run_dir.events)
-    kinds = [event["event"] for event in events]
+    kinds = [event["event"] for event in read_events(run_dir.events)]
     if "generation" not in kinds:
-        return [f"no worker joined the job in {took_s:.1f} s; does the script call shoal.run(main)?"]
+        if ending.signum is None and "stopping" not in kinds:
+            raise _never_joined(run_dir, called="finished" in kinds)
+        return [f"stopped ({ending.reason}) before the job had begun"]
     how = "finished" if "finished" in kinds else f"stopped ({ending.reason})"
     report = _audit(run_dir)
-    lost = kinds.count("lost")
     line = (
-        f"{how}: {report.steps:,} steps, {report.samples:,} samples in {took_s:.1f} s, "
-        f"{kinds.count('generation')} generations, {lost} worker{'' if lost == 1 else 's'} lost"
+        f"{how}: {counted(report.steps, 'step')}, {counted(report.samples, 'sample')} in {took_s:.1f} s, "
+        f"{counted(kinds.count('generation'), 'generation')}, {counted(kinds.count('lost'), 'worker')} lost"
     )
     return [line, str(report)]
+
+
+def _never_joined(run_dir: RunDir, called: bool) -> errors.ScriptFailed:
+    script = Path(run_dir.settings()["script"]).name
+    if called:
+        return errors.ScriptFailed(
+            f"{script} trained nothing: main(worker) must go over worker.batches(…) and call worker.step(loss)"
+        )
+    return errors.ScriptFailed(f"{script} ended without calling shoal.run(main); call it at the end of the script")
 
 
 def _audit(run_dir: RunDir) -> Any:
     # numpy costs a tenth of a second, which other commands need not pay
     from shoal.data.audit import audit
 
-    return audit(run_dir.audit, _committed_seq(read_events(run_dir.events)))
+    committed = run_dir.committed()
+    seq = committed.seq if committed is not None else _live_status(run_dir).get("seq")
+    return audit(run_dir.audit, seq or None)
 
 
 @app.command(epilog="**Example** `shoal status --json | jq .step`")
@@ -259,9 +257,9 @@ def status(job: JobArgument = None, as_json: JsonOption = False) -> int:
         f"{_name(run_dir)}: {state['phase']}, generation {state['generation']}, step {state['step']:,}, "
         f"epoch {state['epoch']}, {state['samples']:,} samples, {state['rate']:,.0f} samples/s{loss}"
     )
-    if state["members"]:
+    if state["workers"]:
         table = Table("worker", "rank", "state", "step", "pid", "host", box=None)
-        for worker in state["members"]:
+        for worker in state["workers"]:
             cells = [
                 worker["worker_id"],
                 worker["rank"],
@@ -279,26 +277,34 @@ def status(job: JobArgument = None, as_json: JsonOption = False) -> int:
 
 def _status(run_dir: RunDir) -> dict[str, Any]:
     """What the coordinator says, or what is left of a job that is over."""
+    if live := _live_status(run_dir):
+        return live
+    events = read_events(run_dir.events)
+    kinds = {event["event"] for event in events}
+    committed = run_dir.committed()
+    if committed is None:  # it was killed, and what its workers wrote down is all there is
+        report = _audit(run_dir)
+        committed = Committed(0, report.steps, 0, report.samples, None)
+    settings = run_dir.settings()
+    return {
+        "dir": str(run_dir.path),
+        "phase": "finished" if "finished" in kinds else "ended" if "ended" in kinds else "not running",
+        "reason": "",
+        "generation": max((event["number"] for event in events if event["event"] == "generation"), default=0),
+        "workers": [],
+        **asdict(committed),
+        "rate": 0.0,
+        **{name: settings.get(name) for name in ("target", "min", "max")},
+    }
+
+
+def _live_status(run_dir: RunDir) -> dict[str, Any]:
+    """What the coordinator says; empty if none answers."""
     address = run_dir.address()
     if address is not None:
         with contextlib.suppress(errors.JobNotFound):
             return client.status(address, run_dir.token())
-    events = read_events(run_dir.events)
-    finished = [event for event in events if event["event"] == "finished"]
-    settings = run_dir.settings()
-    return {
-        "dir": str(run_dir.path),
-        "phase": "finished" if finished else "ended" if any(e["event"] == "ended" for e in events) else "not running",
-        "reason": "",
-        "generation": max((event["number"] for event in events if event["event"] == "generation"), default=0),
-        "members": [],
-        "step": max((event.get("step", 0) for event in finished), default=0),
-        "epoch": 0,
-        "samples": _audit(run_dir).samples,
-        "rate": 0.0,
-        "loss": None,
-        **{name: settings.get(name) for name in ("target", "min", "max")},
-    }
+    return {}
 
 
 def _address(run_dir: RunDir) -> str:
@@ -320,7 +326,7 @@ def scale(
         )
     run_dir = rundir.find(job)
     state = client.scale(_address(run_dir), run_dir.token(), int(target))
-    print(f"{_name(run_dir)}: {state['target']} workers wanted")
+    print(f"{_name(run_dir)}: {counted(state['target'], 'worker')} wanted")
     return 0
 
 

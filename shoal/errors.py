@@ -14,7 +14,8 @@ ShoalError                      what shoal raises
 │   ├── JobNotFound             no job of that name answers
 │   └── TokenRefused            the token is missing or not the job's
 ├── RestartBudgetSpent          workers died more often than the budget allows
-├── CoordinatorLost             the coordinator does not answer within the budget
+├── CoordinatorLost             the coordinator ended, or does not answer within the budget
+├── ForkServerLost              the process that forks the workers ended
 └── Changed                     internal: the generation changed, the step comes again
 """
 
@@ -78,6 +79,10 @@ class RestartBudgetSpent(ShoalError):
 
 
 class CoordinatorLost(ShoalError):
+    pass
+
+
+class ForkServerLost(ShoalError):
     pass
 
 

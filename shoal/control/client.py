@@ -36,13 +36,6 @@ class Progress:
     samples: int = 0
     loss: float = math.nan
     waiting_for: tuple[str, ...] = ()
-    waited_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class Welcome:
-    slot: int
-    settings: dict[str, Any]
 
 
 class Link:
@@ -180,8 +173,7 @@ class Link:
 class Client:
     """A worker's link to the coordinator.
 
-    `on_generation` is called on the client's thread for every generation that lists this worker, in order; `on_drain`
-    when it is asked to leave.
+    `on_generation` is called on the client's thread for every generation that lists this worker, in order.
     """
 
     def __init__(
@@ -193,7 +185,6 @@ class Client:
         timeouts: Timeouts,
         progress: Callable[[], Progress],
         on_generation: Callable[[Generation], None],
-        on_drain: Callable[[], None],
     ) -> None:
         self._address = address
         self._worker_id = worker_id
@@ -201,21 +192,21 @@ class Client:
         self._timeouts = timeouts
         self._progress = progress
         self._on_generation = on_generation
-        self._on_drain = on_drain
         self._news = threading.Condition()
-        self._welcome: Welcome | None = None
+        self._slot: int | None = None
         self._refused = ""
         self._last_fault = 0
         self.newest: Generation | None = None
         self.dismissed = False  # the coordinator said Bye
         self._link = Link(address, token, "Work", ToWorker, timeouts, self._join, self._hear, self._beat)
 
-    def connect(self) -> Welcome:
-        """Blocks until welcomed. Raises TokenRefused, SettingsContradict, or CoordinatorLost after the join timeout."""
+    def connect(self) -> int:
+        """Blocks until welcomed; this worker's slot. Raises TokenRefused, SettingsContradict, or CoordinatorLost after
+        the join timeout."""
         self._link.start()
         deadline = time.monotonic() + self._timeouts.join_s
         with self._news:
-            while self._welcome is None:
+            while self._slot is None:
                 if self._link.token_refused.is_set():
                     raise TokenRefused(f"{self._address} refused the token; use the one in the job's run directory")
                 if self._refused:
@@ -226,7 +217,7 @@ class Client:
                         "is the job still running (shoal status)?"
                     )
                 self._news.wait(self._timeouts.backoff_first_s)
-            return self._welcome
+            return self._slot
 
     def ready(self) -> None:
         self._link.keep("ready", FromWorker(ready={}))
@@ -259,11 +250,6 @@ class Client:
         with self._news:
             self._news.wait_for(lambda: self.dismissed or self._newest_above(number) is not None, timeout_s)
             return self._newest_above(number)
-
-    def wait_bye(self, timeout_s: float) -> bool:
-        """Whether the coordinator said Bye before the timeout."""
-        with self._news:
-            return self._news.wait_for(lambda: self.dismissed, timeout_s)
 
     def close(self) -> None:
         self._link.close()
@@ -298,7 +284,6 @@ class Client:
                 "samples": progress.samples,
                 "loss": progress.loss,
                 "waiting_for": progress.waiting_for,
-                "waited_s": progress.waited_s,
             }
         )
 
@@ -314,12 +299,10 @@ class Client:
                     self._last_fault = generation.number
                 self._news.notify_all()
             self._on_generation(generation)
-        elif kind == "drain":
-            self._on_drain()
         else:
             with self._news:
                 if kind == "welcome":
-                    self._welcome = Welcome(body.slot, json.loads(body.settings_json))
+                    self._slot = body.slot
                 elif kind == "bye":
                     self.dismissed = True
                 elif kind == "refused":
@@ -342,8 +325,9 @@ class LauncherClient:
         timeouts: Timeouts,
         live: Callable[[], Iterable[tuple[str, int]]],
         on_target: Callable[[int, bool], None],  # how many workers; whether those who exit need no replacement
-        on_fence: Callable[[str, str], None],  # worker_id, reason: kill it, then report it gone
+        on_fence: Callable[[str], None],  # worker_id: kill it, then report it gone
         on_probe: Callable[[str], None],  # worker_id: report evidence
+        on_excuse: Callable[[str], None],  # worker_id: it needs no replacement however it ends
         on_stop: Callable[[str, bool, str], None],  # reason, failed, the error's class
     ) -> None:
         self._host = host
@@ -351,6 +335,7 @@ class LauncherClient:
         self._on_target = on_target
         self._on_fence = on_fence
         self._on_probe = on_probe
+        self._on_excuse = on_excuse
         self._on_stop = on_stop
         self._gone: set[str] = set()
         self._link = Link(address, token, "Launch", ToLauncher, timeouts, self._hello, self._hear)
@@ -364,11 +349,10 @@ class LauncherClient:
         self._link.drop(f"gone {worker_id}")
         self._link.say(FromLauncher(started={"worker_id": worker_id, "pid": pid}))
 
-    def gone(self, worker_id: str, clean: bool, exit_code: int = 0, signal: int = 0, reason: str = "") -> None:
+    def gone(self, worker_id: str, reason: str) -> None:
         """The process is dead: its pidfd said so."""
-        body = {"worker_id": worker_id, "clean": clean, "exit_code": exit_code, "signal": signal, "reason": reason}
         self._gone.add(worker_id)
-        self._link.keep(f"gone {worker_id}", FromLauncher(gone=body))
+        self._link.keep(f"gone {worker_id}", FromLauncher(gone={"worker_id": worker_id, "reason": reason}))
 
     def evidence(self, worker_id: str, stopped: bool, cpu_time_s: float) -> None:
         body = {"worker_id": worker_id, "stopped": stopped, "cpu_time_s": cpu_time_s}
@@ -380,16 +364,18 @@ class LauncherClient:
     def _hello(self) -> Any:
         gone = sorted(self._gone)
         workers = [{"worker_id": worker_id, "pid": pid} for worker_id, pid in self._live() if worker_id not in gone]
-        return FromLauncher(hello={"host": self._host, "pid": os.getpid(), "workers": workers, "gone": gone})
+        return FromLauncher(hello={"host": self._host, "workers": workers, "gone": gone})
 
     def _hear(self, message: Any) -> None:
         kind, body = protocol.kind_of(message)
         if kind == "target":
             self._on_target(body.n, body.finishing)
         elif kind == "fence":
-            self._on_fence(body.worker_id, body.reason)
+            self._on_fence(body.worker_id)
         elif kind == "probe":
             self._on_probe(body.worker_id)
+        elif kind == "excuse":
+            self._on_excuse(body.worker_id)
         elif kind == "stop":
             self._on_stop(body.reason, body.failed, body.kind)
 

@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import math
 import os
 import signal
 import sys
@@ -28,7 +27,7 @@ from shoal.control import protocol
 from shoal.control.journal import Journal
 from shoal.control.membership import Instruction, Membership, Outcome, State
 from shoal.control.protocol import CommandReply, CommandRequest, FromLauncher, FromWorker, ToLauncher, ToWorker
-from shoal.control.rundir import RunDir
+from shoal.control.rundir import RunDir, finite
 from shoal.control.timeouts import Timeouts
 from shoal.errors import SettingsContradict, ShoalError
 from shoal.metrics import EventLog
@@ -74,7 +73,6 @@ class Coordinator:
         self._clock = clock
         self._wall = wall
         self._token = run_dir.token()
-        self._settings_json = json.dumps(run_dir.settings())
         self._journal = Journal(run_dir.journal)
         self._events = EventLog(run_dir.events)
         self._membership = self._journal.load(clock()) or membership
@@ -185,30 +183,50 @@ class Coordinator:
             self._post(m.on_tick)
 
     async def _work(self, requests: AsyncIterator[Any], context: Any) -> None:
+        def opened(join: Any, outbox: Outbox) -> str:
+            self._pids[join.worker_id] = join.pid
+            self._post(self._joined(join, outbox))
+            return str(join.worker_id)
+
+        def closed(worker_id: str) -> None:
+            self._post(lambda membership, now: self._disconnected(membership, worker_id))
+
+        await self._converse(requests, context, self._workers, "join", opened, self._heard, closed)
+
+    async def _converse(
+        self,
+        requests: AsyncIterator[Any],
+        context: Any,
+        streams: dict[str, Outbox],
+        first: str,
+        opened: Callable[[Any, Outbox], str],
+        heard: Callable[[str, str, Any], None],
+        closed: Callable[[str], None] = lambda whose: None,
+    ) -> None:
+        """Serve one stream to its end. Its `first` message says whose it is, which `opened` returns; the stream takes
+        the place of an older one of the same in `streams`, and `closed` is called unless another has taken its own."""
         await self._admit(context)
         outbox = Outbox()
-        worker_id = ""
+        whose = ""
         sending = asyncio.create_task(outbox.send_all(context))
         try:
             async for message in requests:
                 kind, body = protocol.kind_of(message)
-                if kind == "join" and not worker_id:
-                    worker_id = body.worker_id
-                    if (older := self._workers.get(worker_id)) is not None:
+                if kind == first and not whose:
+                    whose = opened(body, outbox)
+                    if (older := streams.get(whose)) is not None:
                         older.end()
-                    self._workers[worker_id] = outbox
-                    self._pids[worker_id] = body.pid
-                    self._post(self._joined(body, outbox))
-                elif worker_id:
-                    self._heard(worker_id, kind, body)
+                    streams[whose] = outbox
+                elif whose:
+                    heard(whose, kind, body)
             outbox.end()
             await sending
         finally:
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)  # it fails when the stream broke: no news
-            if self._workers.get(worker_id) is outbox:
-                del self._workers[worker_id]
-                self._post(lambda membership, now: self._disconnected(membership, worker_id))
+            if streams.get(whose) is outbox:
+                del streams[whose]
+                closed(whose)
 
     def _joined(self, join: Any, outbox: Outbox) -> Event:
         def event(membership: Membership, now: float) -> Outcome:
@@ -220,7 +238,7 @@ class Coordinator:
             membership, instructions = m.on_join(membership, join.worker_id, join.host, now, join.generation)
             worker = membership.worker(join.worker_id)
             if worker is not None:
-                outbox.put(ToWorker(welcome={"slot": worker.member.slot, "settings_json": self._settings_json}))
+                outbox.put(ToWorker(welcome={"slot": worker.member.slot}))
                 newest = m.newest_for(membership, join.generation)
                 if newest is not None and (newest.rank(join.worker_id) is not None or newest.leaves(join.worker_id)):
                     outbox.put(protocol.to_wire(newest))
@@ -233,7 +251,7 @@ class Coordinator:
         worker = membership.worker(worker_id)
         if worker is None or worker.launched or worker.state is not State.PARTED or worker_id in self._workers:
             return membership, []
-        return m.on_gone(membership, worker_id, clean=True, reason="disconnected")
+        return m.on_gone(membership, worker_id, "disconnected")
 
     def _heard(self, worker_id: str, kind: str, body: Any) -> None:
         if kind == "beat":
@@ -261,12 +279,14 @@ class Coordinator:
         if self._stop_message is not None:
             return membership, []  # the same report again after a reconnect, or the same mistake on another worker
         text = f"{failure.kind}: {failure.message}"
+        if m.refuses(membership, worker_id, failure.kind):
+            return m.on_refused(membership, worker_id, text)
         self._event("failed", worker_id=worker_id, text=text, traceback=failure.traceback)
         if self._on_error == "relaunch":
             return membership, []
         self._event("stopping", text=f"{worker_id} failed")
         self._tell_launchers_to_stop(f"{worker_id} failed: {text}", failed=True, kind=failure.kind)
-        return m.on_stop(membership, at_once=True)
+        return m.on_stop(membership, failed=True)
 
     def _scaled_by_worker(self, membership: Membership, worker_id: str, scale: Any) -> Outcome:
         try:
@@ -283,36 +303,17 @@ class Coordinator:
         return m.on_scale(membership, min(max(wanted, membership.min_size), membership.max_size))
 
     async def _launch(self, requests: AsyncIterator[Any], context: Any) -> None:
-        await self._admit(context)
-        outbox = Outbox()
-        host = ""
-        sending = asyncio.create_task(outbox.send_all(context))
-        try:
-            async for message in requests:
-                kind, body = protocol.kind_of(message)
-                if kind == "hello" and not host:
-                    host = body.host
-                    if (older := self._launchers.get(host)) is not None:
-                        older.end()
-                    self._launchers[host] = outbox
-                    self._greet(host, body, outbox)
-                elif host:
-                    self._heard_launcher(host, kind, body)
-            outbox.end()
-            await sending
-        finally:
-            sending.cancel()
-            await asyncio.gather(sending, return_exceptions=True)  # it fails when the stream broke: no news
-            if self._launchers.get(host) is outbox:
-                del self._launchers[host]
+        await self._converse(requests, context, self._launchers, "hello", self._greet, self._heard_launcher)
 
-    def _greet(self, host: str, hello: Any, outbox: Outbox) -> None:
+    def _greet(self, hello: Any, outbox: Outbox) -> str:
+        host = str(hello.host)
         known = [*(worker.worker_id for worker in hello.workers), *hello.gone]
         if self._stop_message is not None:
             outbox.put(self._stop_message)
         self._post(lambda membership, now: m.on_roster(membership, host, known))
         for worker in hello.workers:
             self._heard_launcher(host, "started", worker)
+        return host
 
     def _heard_launcher(self, host: str, kind: str, body: Any) -> None:
         if kind not in ("started", "gone", "evidence"):
@@ -322,10 +323,7 @@ class Coordinator:
             self._pids[worker_id] = body.pid
             self._post(lambda membership, now: m.on_join(membership, worker_id, host, now, launched=True))
         elif kind == "gone":
-            reason = body.reason or (
-                f"killed by signal {body.signal}" if body.signal else f"exit code {body.exit_code}"
-            )
-            self._post(lambda membership, now: m.on_gone(membership, worker_id, body.clean, reason))
+            self._post(lambda membership, now: m.on_gone(membership, worker_id, body.reason))
         elif kind == "evidence":
             self._post(lambda membership, now: m.on_evidence(membership, worker_id, body.stopped, body.cpu_time_s, now))
 
@@ -357,7 +355,7 @@ class Coordinator:
     def _stop(self, membership: Membership, reason: str) -> Outcome:
         self._event("stopping", text=reason)
         self._tell_launchers_to_stop(reason, failed=False, kind="")
-        return m.on_stop(membership, at_once=False)
+        return m.on_stop(membership, failed=False)
 
     async def _admit(self, context: Any) -> None:
         if not protocol.admits(self._token, context.invocation_metadata()):
@@ -372,13 +370,12 @@ class Coordinator:
             self._publish(instruction.generation, instruction.cause)
         elif isinstance(instruction, m.Bye):
             self._tell_worker(instruction.worker_id, ToWorker(bye={}))
-        elif isinstance(instruction, m.Drain):
-            self._tell_worker(instruction.worker_id, ToWorker(drain={}))
         elif isinstance(instruction, m.Refuse):
             self._tell_worker(instruction.worker_id, ToWorker(refused={"reason": instruction.reason}))
         elif isinstance(instruction, m.Fence):
-            fence = {"worker_id": instruction.worker_id, "reason": instruction.reason}
-            self._tell_launchers(ToLauncher(fence=fence))
+            self._tell_launchers(ToLauncher(fence={"worker_id": instruction.worker_id}))
+        elif isinstance(instruction, m.Excuse):
+            self._tell_launchers(ToLauncher(excuse={"worker_id": instruction.worker_id}))
         elif isinstance(instruction, m.Probe):
             self._tell_launchers(ToLauncher(probe={"worker_id": instruction.worker_id}))
         elif isinstance(instruction, m.SetTarget):
@@ -391,8 +388,7 @@ class Coordinator:
                 self._forget(instruction.worker_id)
 
     def _publish(self, generation: m.Generation, cause: str) -> None:
-        size = len(generation.members)
-        workers = f"{size} worker{'' if size == 1 else 's'}{', paused' if generation.paused else ''}"
+        workers = m.counted(len(generation.members), "worker") + (", paused" if generation.paused else "")
         _log.info("generation %d → %d: %s, %s", generation.number - 1, generation.number, cause, workers)
         self._event(
             "generation",
@@ -460,7 +456,7 @@ class Coordinator:
         """What `shoal status` shows; everything in it can be written as JSON."""
         membership = self._membership
         newest = membership.newest
-        front = max(self._beats.values(), key=lambda beat: (beat.epoch, beat.step), default=FromWorker().beat)
+        front = max(self._beats.values(), key=lambda beat: beat.seq, default=FromWorker().beat)
         workers = []
         for worker in membership.workers:
             beat = self._beats.get(worker.worker_id)
@@ -481,12 +477,13 @@ class Coordinator:
             "phase": self._phase(),
             "reason": "" if self._stop_message is None else self._stop_message.stop.reason,
             "generation": membership.number,
-            "members": workers,
+            "workers": workers,
+            "seq": front.seq,
             "step": front.step,
             "epoch": front.epoch,
             "samples": self._samples[-1][1] if self._samples else 0,
             "rate": self._rate(),
-            "loss": front.loss if self._beats and math.isfinite(front.loss) else None,
+            "loss": finite(front.loss) if self._beats else None,
             "target": membership.target,
             "min": membership.min_size,
             "max": membership.max_size,

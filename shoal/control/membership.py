@@ -12,9 +12,17 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 
 from shoal.control.timeouts import Timeouts
-from shoal.errors import SettingsContradict
+from shoal.errors import DataUnusable, OutOfSharedMemory, SettingsContradict
 
 MAX_SLOTS = 256
+
+# What more workers can bring about: a newcomer that fails so is refused, and the job goes on as it was.
+REFUSABLE = (OutOfSharedMemory, DataUnusable, SettingsContradict)
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 worker`, `2 workers`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 @dataclass(frozen=True)
@@ -68,6 +76,7 @@ class Worker:
     state: State
     life: Life = field(compare=False)
     seniority: int = 0  # the order of becoming a member; 0 before
+    founder: bool = True  # it came before the first generation
     launched: bool = False  # a launcher watches it, and will say when it is gone
     fenced: str = ""  # why it was fenced, until it is gone
 
@@ -131,7 +140,6 @@ class Publish:
 @dataclass(frozen=True)
 class Fence:
     worker_id: str
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -140,8 +148,8 @@ class Probe:
 
 
 @dataclass(frozen=True)
-class Drain:
-    """Tell the worker that it is asked to leave."""
+class Excuse:
+    """For the launcher: the worker leaves, and needs no replacement however it ends."""
 
     worker_id: str
 
@@ -174,7 +182,7 @@ class Log:
     text: str = ""
 
 
-Instruction = Publish | Fence | Probe | Drain | Bye | Refuse | SetTarget | Log
+Instruction = Publish | Fence | Probe | Excuse | Bye | Refuse | SetTarget | Log
 Outcome = tuple[Membership, list[Instruction]]
 
 
@@ -201,7 +209,8 @@ def on_join(
     if slot is None:
         return membership, [Refuse(worker_id, f"all {MAX_SLOTS} slots are taken; wait until a worker has gone")]
     life = Life(alive_at=now, connected=not launched)
-    worker = Worker(Member(worker_id, slot, host), State.JOINING, life, launched=launched)
+    founder = membership.newest is None
+    worker = Worker(Member(worker_id, slot, host), State.JOINING, life, founder=founder, launched=launched)
     membership = replace(membership, workers=(*membership.workers, worker), started=membership.started + 1)
     return membership, [Log("joined", worker_id, f"slot {slot} on {host}")]
 
@@ -222,11 +231,11 @@ def on_leave(membership: Membership, worker_id: str, why: str = "asked to") -> O
     worker = membership.worker(worker_id)
     if worker is None or worker.state in (State.LEAVING, State.PARTED):
         return membership, []
-    log = Log("leaving", worker_id, why)
+    told: list[Instruction] = [Log("leaving", worker_id, why), Excuse(worker_id)]
     if worker.state is not State.MEMBER:
-        return _put(membership, replace(worker, state=State.PARTED)), [log, Bye(worker_id)]
+        return _put(membership, replace(worker, state=State.PARTED)), [*told, Bye(worker_id)]
     membership = _put(membership, replace(worker, state=State.LEAVING))
-    return _changed(membership, f"{worker_id} leaves ({why})"), [log]
+    return _changed(membership, f"{worker_id} leaves ({why})"), told
 
 
 def on_parked(membership: Membership, worker_id: str, generation: int) -> Outcome:
@@ -253,7 +262,28 @@ def on_finished(membership: Membership, worker_id: str) -> Outcome:
     return membership, [*instructions, *leaving]
 
 
-def on_gone(membership: Membership, worker_id: str, clean: bool, reason: str = "") -> Outcome:
+def refuses(membership: Membership, worker_id: str, kind: str) -> bool:
+    """Whether an error of this class costs the job the worker only: it came later, and the others are enough."""
+    worker = membership.worker(worker_id)
+    if worker is None or worker.founder or kind not in [error.__name__ for error in REFUSABLE]:
+        return False
+    others = [member for member in membership.in_state(State.MEMBER) if member is not worker]
+    return len(others) >= membership.min_size
+
+
+def on_refused(membership: Membership, worker_id: str, why: str) -> Outcome:
+    """The worker failed in a way that `refuses` allows, and is ending: aim at the number there is without it."""
+    worker = membership.worker(worker_id)
+    assert worker is not None
+    others = [other for other in membership.in_state(State.JOINING, State.WARM, State.MEMBER) if other is not worker]
+    membership = replace(membership, target=len(others))
+    text = f"{why}; the job goes on with {counted(len(others), 'worker')}"
+    instructions: list[Instruction] = [Log("refused", worker_id, text), Excuse(worker_id)]
+    # A member stays one until it is gone: others may wait for its words.
+    return membership, [*instructions, SetTarget(_processes(membership), membership.finishing)]
+
+
+def on_gone(membership: Membership, worker_id: str, reason: str = "") -> Outcome:
     """The worker's process is confirmed dead; its slot is free again.
 
     A member or leaver that was not told Bye is a fault even if it exited with 0: others may wait for its words.
@@ -262,7 +292,7 @@ def on_gone(membership: Membership, worker_id: str, clean: bool, reason: str = "
     if worker is None:
         return membership, []
     membership = replace(membership, workers=tuple(other for other in membership.workers if other is not worker))
-    if worker.state is State.PARTED and clean:
+    if worker.state is State.PARTED:
         return membership, [Log("left", worker_id, reason)]
     if worker.state in (State.MEMBER, State.LEAVING):
         membership = replace(_changed(membership, f"{worker_id} left ({reason or 'died'})"), fault=True)
@@ -277,11 +307,13 @@ def on_roster(membership: Membership, host: str, live: Iterable[str]) -> Outcome
         if not worker.launched or worker.member.host != host:
             continue
         if worker.worker_id not in alive:
-            clean = worker.state is State.PARTED
-            membership, more = on_gone(membership, worker.worker_id, clean, "gone while the coordinator was away")
+            membership, more = on_gone(membership, worker.worker_id, "gone while the coordinator was away")
             instructions += more
-        elif worker.fenced:
-            instructions.append(Fence(worker.worker_id, worker.fenced))
+            continue
+        if worker.state in (State.LEAVING, State.PARTED):
+            instructions.append(Excuse(worker.worker_id))
+        if worker.fenced:
+            instructions.append(Fence(worker.worker_id))
     return membership, [*instructions, SetTarget(_processes(membership), membership.finishing)]
 
 
@@ -305,23 +337,17 @@ def on_scale(membership: Membership, target: int) -> Outcome:
     dispensable += sorted(membership.in_state(State.MEMBER), key=lambda worker: -worker.seniority)
     for worker in dispensable[: max(0, len(active) - target)]:
         membership, leaving = on_leave(membership, worker.worker_id, "scaled down")
-        instructions += [Drain(worker.worker_id), *leaving]
+        instructions += leaving
     return membership, instructions
 
 
-def on_stop(membership: Membership, at_once: bool) -> Outcome:
-    """End the job: every worker is drained, or told Bye `at_once` when there is nothing left to agree on."""
-    membership = replace(membership, finishing=True)
+def on_stop(membership: Membership, failed: bool) -> Outcome:
+    """End the job: every worker leaves. With `failed`, at once: a step in flight would wait for who has failed."""
+    membership = replace(membership, finishing=True, fault=membership.fault or failed)
     instructions: list[Instruction] = [SetTarget(_processes(membership), finishing=True)]
     for worker in membership.workers:
-        if worker.state is State.PARTED:
-            continue
-        if at_once:
-            membership = _put(membership, replace(worker, state=State.PARTED))
-            instructions.append(Bye(worker.worker_id))
-        else:
-            membership, leaving = on_leave(membership, worker.worker_id, "the job stops")
-            instructions += [Drain(worker.worker_id), *leaving]
+        membership, leaving = on_leave(membership, worker.worker_id, "the job stops")
+        instructions += leaving
     return membership, instructions
 
 
@@ -371,17 +397,16 @@ def on_tick(membership: Membership, now: float) -> Outcome:
         silent_s = now - life.alive_at
         if silent_s <= timeouts.beat_s:
             continue
-        if not life.suspect:
+        importing = worker.state is State.JOINING and not life.connected  # and has no way to beat yet
+        if not life.suspect and not importing:
             life = replace(life, suspect=True)
             instructions.append(Log("suspect", worker.worker_id, f"silent for {silent_s:.1f} s while awaited"))
-        allowed_s = timeouts.budget_s
-        if worker.state is State.JOINING and not life.connected:
-            allowed_s = timeouts.join_s  # it imports, and has no way to beat yet
+        allowed_s = timeouts.join_s if importing else timeouts.budget_s
         # A worker may have been silent for long before anybody waited: probes get half the budget to speak for it.
         if silent_s >= allowed_s and now - awaited_since >= timeouts.budget_s / 2:
             reason = f"no sign of life for {silent_s:.1f} s while awaited"
             worker = replace(worker, fenced=reason)
-            instructions += [Log("fenced", worker.worker_id, reason), Fence(worker.worker_id, reason)]
+            instructions += [Log("fenced", worker.worker_id, reason), Fence(worker.worker_id)]
         elif life.probed_at is None or now - life.probed_at >= timeouts.probe_s:
             life = replace(life, probed_at=now)
             instructions.append(Probe(worker.worker_id))
@@ -402,7 +427,7 @@ def settle(membership: Membership) -> Outcome:
     if membership.finishing and membership.newest is not None and not membership.in_state(State.MEMBER, State.LEAVING):
         for late in membership.in_state(State.JOINING, State.WARM):
             membership, leaving = on_leave(membership, late.worker_id, "the job is over")
-            instructions += [Drain(late.worker_id), *leaving]
+            instructions += leaving
     for newcomer in membership.in_state(State.WARM)[:room]:
         seniority = membership.seniority + 1
         promoted = replace(newcomer, state=State.MEMBER, seniority=seniority)

@@ -56,7 +56,6 @@ FromLauncher: Any = _classes["FromLauncher"]
 ToLauncher: Any = _classes["ToLauncher"]
 CommandRequest: Any = _classes["CommandRequest"]
 CommandReply: Any = _classes["CommandReply"]
-MESSAGES = tuple(_classes)
 
 
 def kind_of(message: Any) -> tuple[str, Any]:

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from shoal.errors import JobNotFound, RunDirUnusable
 
 RUNS = Path("shoal-runs")
+
+
+@dataclass(frozen=True)
+class Committed:
+    """The newest commit of a job: its number, and how far the training was with it."""
+
+    seq: int
+    step: int
+    epoch: int
+    samples: int
+    loss: float | None  # None: not a finite number
 
 
 @dataclass(frozen=True)
@@ -65,6 +78,10 @@ class RunDir:
         return self.path / "job.json"
 
     @property
+    def committed_file(self) -> Path:
+        return self.path / "committed.json"
+
+    @property
     def journal(self) -> Path:
         return self.path / "journal.sqlite"
 
@@ -102,6 +119,21 @@ class RunDir:
     def write_address(self, address: str) -> None:
         write_atomically(self.address_file, address)
 
+    def committed(self) -> Committed | None:
+        """Where the job was when it ended; None while it runs, or if it was killed with its launcher."""
+        try:
+            return Committed(**json.loads(self.committed_file.read_text()))
+        except FileNotFoundError:
+            return None
+
+    def write_committed(self, committed: Committed) -> None:
+        write_atomically(self.committed_file, json.dumps(asdict(committed)))
+
+
+def finite(loss: float) -> float | None:
+    """As JSON can say it: None for what is no number."""
+    return loss if math.isfinite(loss) else None
+
 
 def write_atomically(path: Path, text: str) -> None:
     """A reader sees the whole text or what was there before; only the owner can read it."""
@@ -115,6 +147,16 @@ def default_path(script: Path | str, now: float | None = None) -> Path:
     """shoal-runs/<name of the script>-<date and time>, at this moment unless `now` is given."""
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
     return RUNS / f"{Path(script).stem}-{stamp}"
+
+
+def create_default(script: Path | str, settings: dict[str, Any]) -> RunDir:
+    """A new run directory at the default path, or beside it when a job of this script began in the same second."""
+    path = default_path(script)
+    for number in range(2, 100):
+        with contextlib.suppress(RunDirUnusable):
+            return RunDir.create(path, settings)
+        path = path.with_name(f"{default_path(script).name}-{number}")
+    return RunDir.create(path, settings)
 
 
 def find(job: str | None = None) -> RunDir:

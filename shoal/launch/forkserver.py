@@ -60,7 +60,9 @@ class ForkServer:
     """Starts the server and speaks with it. `on_exited` is called for each worker it reaped, `on_lost` once if the
     server itself ends; its workers are dead or dying by then."""
 
-    def __init__(self, log: Path, on_exited: Callable[[Exit], None], on_lost: Callable[[str], None]) -> None:
+    def __init__(
+        self, log: Path, on_exited: Callable[[Exit], None], on_lost: Callable[[errors.ForkServerLost], None]
+    ) -> None:
         self._on_exited = on_exited
         self._on_lost = on_lost
         self._log = log
@@ -96,7 +98,7 @@ class ForkServer:
             socket.send_fds(self._sock, [json.dumps(packet).encode()], [channel.fileno()])
             return await reply
         except OSError as problem:
-            raise errors.ShoalError(f"the fork server takes no request ({problem}); see {self._log}") from problem
+            raise errors.ForkServerLost(f"the fork server takes no request ({problem}); see {self._log}") from problem
         finally:
             self._replies.pop(request.worker_id, None)
 
@@ -139,12 +141,14 @@ class ForkServer:
 
     def _lost(self) -> None:
         asyncio.get_running_loop().remove_reader(self._sock)
-        reason = f"the fork server ended; see {self._log}"
+        lost = errors.ForkServerLost(
+            f"the fork server ended with {Exit.of('', self._process.wait())}; its log may say why: {self._log}"
+        )
         waiting: list[asyncio.Future[Any]] = [*self._replies.values(), self._ready]
         for reply in waiting:
             if not reply.done():
-                reply.set_exception(errors.ShoalError(reason))
-        self._on_lost(reason)
+                reply.set_exception(lost)
+        self._on_lost(lost)
 
 
 # ---- the server ------------------------------------------------------------------------------------------------------

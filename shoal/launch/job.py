@@ -19,10 +19,11 @@ from typing import Any
 from shoal import errors
 from shoal.control import client
 from shoal.control.coordinator import OnError
-from shoal.control.membership import MAX_SLOTS
+from shoal.control.membership import MAX_SLOTS, REFUSABLE
 from shoal.control.rundir import RunDir
 from shoal.control.timeouts import Timeouts
-from shoal.launch.launcher import Exit, Failure, GiveUp, Launcher, Relaunch, Start, ends_job
+from shoal.launch.launcher import Exit, Failure, Launcher
+from shoal.launch.relaunch import GiveUp, Relaunch, Start, ends_job
 from shoal.launch.screen import Screen, Tail, transition_line
 from shoal.metrics import read_events
 
@@ -102,10 +103,10 @@ class CoordinatorProcess:
         self.ended.set()
 
     def lost(self) -> errors.CoordinatorLost:
-        lines = self.log.read_text(errors="replace").split("\n") if self.log.exists() else []
-        last = next((line for line in reversed(lines) if line.strip()), "it said nothing")
-        status = Exit("", *_status(self._process.returncode))
-        return errors.CoordinatorLost(f"the coordinator ended with {status}: {last.strip()[:300]}; see {self.log}")
+        exit = Exit.of("", self._process.returncode)
+        said = self.log.read_text(errors="replace").split("\n") if exit.exit_code else []
+        last = next((f": {line.strip()[:300]}" for line in reversed(said) if line.strip()), "")
+        return errors.CoordinatorLost(f"the coordinator ended with {exit}{last}; see {self.log}")
 
     async def address(self) -> str:
         """host:port, once it serves. Fails with CoordinatorLost if it ends before."""
@@ -122,10 +123,6 @@ class CoordinatorProcess:
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self.ended.wait(), grace_s)
         os.close(self._pidfd)
-
-
-def _status(returncode: int) -> tuple[int | None, int | None]:
-    return (returncode, None) if returncode >= 0 else (None, -returncode)
 
 
 def clear_shared_memory(loaders: Path) -> None:
@@ -158,11 +155,13 @@ class Job:
         self._env = dict(env)
         self._screen = screen
         self._host = socket.gethostname()
-        self._target, self._finishing = 0, False
+        self._finishing = False
         self._next_number = 0
         self._live: dict[str, int] = {}  # worker id → pid
         self._failures: dict[str, Failure] = {}
         self._told: Failure | None = None  # by the coordinator
+        self._excused: set[str] = set()  # who leave: they need no replacement however they end
+        self._doubtful: dict[str, asyncio.TimerHandle] = {}  # whose failure ends the job, unless they are excused
         self._delayed: list[asyncio.Task[None]] = []  # starts that wait for their time, and may be called off
         self._starting = 0
         self._events = Tail(run_dir.events)
@@ -216,6 +215,7 @@ class Job:
             on_target=self._on_loop(self._on_target),
             on_fence=self._on_loop(self._on_fence),
             on_probe=self._on_loop(self._on_probe),
+            on_excuse=self._on_loop(self._on_excuse),
             on_stop=self._on_loop(self._on_stop),
         )
         self._link.start()
@@ -241,7 +241,9 @@ class Job:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._launcher.close()
+        committed = await self._launcher.close()
+        if committed is not None:
+            self._run_dir.write_committed(committed)
         clear_shared_memory(self._run_dir.path / "loaders")
         if self._link is not None:
             await asyncio.to_thread(self._link.close)  # delivers the last deaths
@@ -260,20 +262,26 @@ class Job:
     # ---- what the coordinator wants
 
     def _on_target(self, target: int, finishing: bool) -> None:
-        self._target, self._finishing = target, finishing
+        self._finishing = finishing
         surplus = len(self._live) + self._starting + len(self._delayed) - target
         for start in self._delayed[::-1][: max(0, surplus)]:
             start.cancel()
         for _ in range(-surplus):
             self._start_after(0.0)
 
-    def _on_fence(self, worker_id: str, reason: str) -> None:
+    def _on_fence(self, worker_id: str) -> None:
         self._spawn(self._launcher.fence(worker_id))
 
     def _on_probe(self, worker_id: str) -> None:
         evidence = self._launcher.evidence(worker_id)
         if evidence is not None and self._link is not None:
             self._link.evidence(worker_id, evidence.stopped, evidence.cpu_s)
+
+    def _on_excuse(self, worker_id: str) -> None:
+        if (ending := self._doubtful.pop(worker_id, None)) is not None:
+            ending.cancel()
+        elif worker_id in self._live:
+            self._excused.add(worker_id)
 
     def _on_stop(self, reason: str, failed: bool, kind: str) -> None:
         if not failed:
@@ -325,16 +333,24 @@ class Job:
 
     def _on_exit(self, exit: Exit) -> None:
         if self._link is not None:
-            self._link.gone(exit.worker_id, exit.clean, exit.exit_code or 0, exit.signal or 0, str(exit))
+            self._link.gone(exit.worker_id, str(exit))
         self._live.pop(exit.worker_id, None)
         if self._ending is not None:
             return
-        failure = self._failures.get(exit.worker_id)
-        error = ends_job(exit, failure, self._on_error)
+        failure = self._failures.pop(exit.worker_id, None)
+        excused = exit.worker_id in self._excused
+        self._excused.discard(exit.worker_id)
+        error = ends_job(exit, failure, self._on_error, excused)
         if error is not None:
-            traceback = failure.traceback if failure is not None else None
-            return self._end(Ending(error=error, traceback=traceback), self._timeouts.budget_s)
-        self._relaunch, decisions = self._relaunch.on_exit(exit.worker_id, exit.clean, time.monotonic())
+            ending = Ending(error=error, traceback=failure.traceback if failure is not None else None)
+            if isinstance(error, REFUSABLE) and self._live:
+                # The coordinator knows whether this was a newcomer that the others can do without.
+                doubt = self._loop.call_later(_LAST_WORD_S, self._end, ending, self._timeouts.budget_s)
+                self._doubtful[exit.worker_id] = doubt
+                return None
+            return self._end(ending, self._timeouts.budget_s)
+        replaceable = not exit.clean and not excused
+        self._relaunch, decisions = self._relaunch.on_exit(exit.worker_id, not replaceable, time.monotonic())
         for decision in decisions:
             if isinstance(decision, Start):
                 self._start_after(decision.delay_s)
@@ -357,20 +373,23 @@ class Job:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """The first signal drains, the second kills."""
+        """The first signal drains, the second kills. After the job they do nothing: what it did is still to be told."""
         wanted = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # it is under nohup
             wanted.append(signal.SIGHUP)
         for signum in wanted:
-            self._loop.add_signal_handler(signum, self._on_signal, signum)
+            # Not the loop's own handlers: when they go, a signal ends the process.
+            signal.signal(signum, lambda signum, _: self._from_thread(self._on_signal, signum))
         try:
             yield
         finally:
             for signum in wanted:
-                self._loop.remove_signal_handler(signum)
+                signal.signal(signum, signal.SIG_IGN)
 
     def _on_signal(self, signum: int) -> None:
         name = signal.Signals(signum).name
+        if self._over.is_set():
+            return
         if self._ending is not None:
             self._screen.say(f"{name} again: killing every worker")
             self._over.set()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal import errors
+from shoal.control.rundir import Committed, finite
 from shoal.launch.forkserver import PACKET_BYTES, ForkServer, Request
 from shoal.launch.launcher import Evidence, Exit, Failure, Launcher
 from shoal.sync.memory import create
@@ -24,7 +25,7 @@ _STATUS_WAIT_S = 0.05
 _KILL_WAIT_S = 10.0
 
 
-class HostMemory:
+class HeldMemory:
     """The shared memory of a job on this host, by name. It lives as long as the launcher holds it, and no longer."""
 
     def __init__(self, limit_bytes: int | None) -> None:
@@ -53,11 +54,38 @@ class HostMemory:
             self._regions.pop(name, None)
             raise
 
+    async def committed(self) -> Committed | None:
+        """The newest commit. It is certain when every worker is dead: nobody else knows what the last one did."""
+        try:
+            fd = await self._regions["words"][1]
+        except (KeyError, errors.OutOfSharedMemory):
+            return None
+        # Not at the top of the file: it takes numpy, and with it a tenth of a second of every command.
+        from shoal.sync.record import Records
+        from shoal.sync.words import Words
+
+        words = Words(_Copy(fd))
+        seq = words.commit & 0xFFFFFFFF
+        if not seq:
+            return None
+        record = Records(words.record).read(seq)
+        return Committed(seq, record.step, record.epoch, record.samples, finite(record.loss))
+
     async def close(self) -> None:
         for _, made in self._regions.values():
             with contextlib.suppress(errors.OutOfSharedMemory):
                 os.close(await made)
         self._regions.clear()
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """Gives memory that is there already, as the launcher gives it to a worker."""
+
+    fd: int
+
+    def open(self, name: str, size_bytes: int) -> int:
+        return os.dup(self.fd)
 
 
 @dataclass
@@ -94,7 +122,7 @@ class LocalLauncher(Launcher):
     ) -> None:
         super().__init__(on_exit, on_failure, on_lost)
         self._script, self._args, self._logs = script, tuple(args), logs
-        self._memory = HostMemory(memory_limit_bytes)
+        self._memory = HeldMemory(memory_limit_bytes)
         self._workers: dict[str, _Worker] = {}
         self._answers: set[asyncio.Task[None]] = set()
         self._early: dict[str, Exit] = {}  # reaped before the reply to its start was handled
@@ -102,7 +130,7 @@ class LocalLauncher(Launcher):
 
     async def open(self) -> None:
         log = self._logs / "forkserver.log"
-        self._server = ForkServer(log, self._on_reaped, lambda reason: self.on_lost(errors.ShoalError(reason)))
+        self._server = ForkServer(log, self._on_reaped, self.on_lost)
         await self._server.ready()
 
     async def start(self, worker_id: str, env: Mapping[str, str]) -> int:
@@ -164,7 +192,7 @@ class LocalLauncher(Launcher):
             self.signal(worker.worker_id, signal.SIGKILL)
         await self._all_dead(workers, _KILL_WAIT_S)
 
-    async def close(self) -> None:
+    async def close(self) -> Committed | None:
         workers = list(self._workers.values())
         for worker in workers:
             self.signal(worker.worker_id, signal.SIGKILL)
@@ -173,7 +201,9 @@ class LocalLauncher(Launcher):
             self._server.close()
         for answer in self._answers:
             answer.cancel()
+        committed = await self._memory.committed()
         await self._memory.close()
+        return committed
 
     async def _all_dead(self, workers: Sequence[_Worker], timeout_s: float) -> None:
         with contextlib.suppress(asyncio.TimeoutError):

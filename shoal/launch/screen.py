@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from shoal.control.membership import counted
+
 _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 _READ_BYTES = 1 << 20
 
@@ -52,11 +54,11 @@ class Tail:
 
 def progress_line(status: Mapping[str, Any]) -> str:
     """One line for the status of a coordinator."""
-    members = sum(1 for worker in status["members"] if worker["rank"] is not None)
+    members = sum(1 for worker in status["workers"] if worker["rank"] is not None)
     parts = [f"step {status['step']:,}", f"epoch {status['epoch']}", f"{status['rate']:,.0f} samples/s"]
     if status["loss"] is not None:
         parts.append(f"loss {status['loss']:.4f}")
-    parts.append(f"{members} of {status['target']} workers")
+    parts.append(f"{members} of {counted(status['target'], 'worker')}")
     if status["phase"] != "running":
         parts.append(str(status["phase"]))
     return "  ".join(parts)
@@ -65,10 +67,9 @@ def progress_line(status: Mapping[str, Any]) -> str:
 def transition_line(event: Mapping[str, Any]) -> str | None:
     """The line for an event of the log; None for one that only the log tells."""
     if event["event"] == "generation":
-        size = len(event["members"])
-        workers = f"{size} worker{'' if size == 1 else 's'}{', paused' if event['paused'] else ''}"
+        workers = counted(len(event["members"]), "worker") + (", paused" if event["paused"] else "")
         return f"generation {event['number'] - 1} → {event['number']}: {event['cause']}, {workers}"
-    if event["event"] in ("suspect", "fenced"):
+    if event["event"] in ("suspect", "fenced", "refused"):
         return f"{event['worker_id']} {event['event']}: {event['text']}"
     if event["event"] == "scaled":
         return f"scaled: {event['text']}"

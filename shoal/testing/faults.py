@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from shoal import errors, metrics
+from shoal.control.rundir import RunDir
 
 if TYPE_CHECKING:
     from shoal.train.worker import Worker
@@ -114,7 +115,7 @@ def _check_point(point: str) -> None:
 def install(worker: Worker) -> None:
     """Arm this worker with the plan that the environment names; the launcher's environment reaches every worker."""
     plan = FaultPlan.from_json(Path(os.environ["SHOAL_FAULTS"]).read_text())
-    metrics.arm(_Armed(worker, plan, Path(os.environ["SHOAL_DIR"]) / "faults.jsonl").at)
+    metrics.arm(_Armed(worker, plan, RunDir(Path(os.environ["SHOAL_DIR"])).faults).at)
 
 
 class _Armed:

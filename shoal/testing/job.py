@@ -14,7 +14,7 @@ from typing import Any
 
 from shoal import errors
 from shoal.control import client
-from shoal.control.rundir import RunDir
+from shoal.control.rundir import Committed, RunDir
 from shoal.data.audit import AuditReport, audit
 from shoal.metrics import read_events
 from shoal.testing.faults import FaultPlan
@@ -28,6 +28,7 @@ class JobResult:
     output: str
     events: list[dict[str, Any]]
     audit: AuditReport
+    committed: Committed | None  # the newest commit; None if there was none, or the launcher was killed
     digests: dict[str, str]  # of the state each worker ended with, for those that finished
     faults: list[dict[str, Any]]  # what the plan really did
 
@@ -36,7 +37,7 @@ class JobResult:
 
     @property
     def steps(self) -> int:
-        return max((event["step"] for event in self.of("finished")), default=0)
+        return 0 if self.committed is None else self.committed.step
 
 
 class LocalJob:
@@ -104,7 +105,7 @@ class LocalJob:
             time.sleep(_POLL_S)
 
     def events(self, kind: str | None = None) -> list[dict[str, Any]]:
-        found = read_events(self.directory / "events.jsonl")
+        found = read_events(RunDir(self.directory).events)
         return [event for event in found if kind is None or event["event"] == kind]
 
     def status(self) -> dict[str, Any]:
@@ -122,20 +123,21 @@ class LocalJob:
 
     def signal(self, worker_id: str, signum: int = signal.SIGKILL) -> None:
         """Send a worker a signal from outside, at whatever instruction it is."""
-        pid = next(worker["pid"] for worker in self.status()["members"] if worker["worker_id"] == worker_id)
+        pid = next(worker["pid"] for worker in self.status()["workers"] if worker["worker_id"] == worker_id)
         os.kill(pid, signum)
 
     def _result(self, output: str) -> JobResult:
         events = self.events()
         finished = [event for event in events if event["event"] == "finished"]
-        committed = max((event["seq"] for event in finished), default=None)
-        recorded = self.directory / "faults.jsonl"
-        plan = FaultPlan.load(recorded).faults if recorded.exists() else ()
+        run_dir = RunDir(self.directory)
+        committed = run_dir.committed()
+        plan = FaultPlan.load(run_dir.faults).faults if run_dir.faults.exists() else ()
         return JobResult(
             self.process.returncode,
             output,
             events,
-            audit(self.directory / "audit", committed),
+            audit(run_dir.audit, None if committed is None else committed.seq),
+            committed,
             {event["worker_id"]: event["digest"] for event in finished},
             [fault.__dict__ for fault in plan],
         )

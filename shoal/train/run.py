@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 
 from shoal import errors
-from shoal.control.rundir import RunDir, default_path
+from shoal.control.rundir import Committed, RunDir, create_default, finite
 from shoal.control.timeouts import Timeouts
 from shoal.sync.memory import Channel, OwnMemory, keep_freed_memory
 from shoal.train.reconfigure import Leave, Placement
@@ -52,16 +52,25 @@ def _run_alone(main: Callable[[Worker], None]) -> None:
     from shoal.control.membership import found
 
     try:
-        path = os.environ.get("SHOAL_DIR") or default_path(sys.argv[0] or "python")
-        run_dir = RunDir.create(path, {"script": sys.argv[0], "workers": 1})
+        script = sys.argv[0] or "python"
+        settings = {"script": script, "workers": 1}
+        path = os.environ.get("SHOAL_DIR")
+        run_dir = RunDir.create(path, settings) if path else create_default(script, settings)
+        print(f"shoal: one worker, run directory {run_dir.path}", file=sys.stderr)
         coordinator = EmbeddedCoordinator(run_dir, found(1, 1, 1))
         address = coordinator.start()
+        worker = Worker("w0", socket.gethostname(), run_dir, address, OwnMemory(), Timeouts(), None)
         try:
-            _live(Worker("w0", socket.gethostname(), run_dir, address, OwnMemory(), Timeouts(), None), main)
+            _live(worker, main)
         finally:
             coordinator.stop()
-    except errors.UserMistake as mistake:
-        print(f"shoal: {type(mistake).__name__}: {mistake}", file=sys.stderr)
+            at = worker.progress()
+            run_dir.write_committed(Committed(at.seq, at.step, at.epoch, at.samples, finite(at.loss)))
+    except errors.ShoalError as error:
+        print(f"shoal: {type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, errors.UserMistake) else 1)
+    except Exception as problem:  # the exit code that `shoal run` has for it
+        sys.excepthook(type(problem), problem, problem.__traceback__)
         sys.exit(2)
 
 
@@ -71,7 +80,11 @@ def _live(worker: Worker, main: Callable[[Worker], None]) -> None:
         getattr(importlib.import_module(module), function)(worker)
     signal.signal(signal.SIGTERM, worker.on_sigterm)
     try:
-        main(worker)
+        try:
+            main(worker)
+        except SystemExit as exit:  # with 0, it is one way more to return
+            if exit.code:
+                raise
         worker.finish()
     except Exception as problem:
         worker.fail(problem)

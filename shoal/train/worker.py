@@ -97,10 +97,8 @@ class Worker:
         self._dropped: tuple[int, int] | None = None  # (pass, epoch) that ended by being dropped
         self._split_is_new = True  # the loader has to be started again
         self._asked_in = False
-        self._client = Client(
-            address, run_dir.token(), worker_id, host, timeouts, self._progress, self._notice.tell, on_drain=_nothing
-        )
-        self._slot = self._client.connect().slot
+        self._client = Client(address, run_dir.token(), worker_id, host, timeouts, self.progress, self._notice.tell)
+        self._slot = self._client.connect()
         self._parking = Parking(self._client, self._words, self._notice, worker_id, self._slot, timeouts.budget_s)
 
     # What a script asks.
@@ -277,6 +275,8 @@ class Worker:
             declare(self._run_dir.audit, pass_)
             self._pass = pass_
             if self._group is None:
+                # All lower slots are taken. One too many finds out here: as a member it would take the others with it.
+                pass_.check(self._slot + 1)
                 self._become_member(pass_)
             assert self._group is not None
             pass_.check(self._group.size)
@@ -457,12 +457,12 @@ class Worker:
 
     # The client's side.
 
-    def _progress(self) -> Progress:
+    def progress(self) -> Progress:
         notice, record = self._notice, self._record
         waited_s = time.monotonic() - notice.awaited_since_s if notice.awaited is not None else 0.0
         waiting = (notice.awaited_id,) if waited_s > self._timeouts.beat_s else ()
         seq = self._group.seq if self._group else 0
-        return Progress(seq, record.step, record.epoch, record.samples, record.loss, waiting, waited_s)
+        return Progress(seq, record.step, record.epoch, record.samples, record.loss, waiting)
 
     def _in_loader(self) -> None:
         """First thing in a loader process: it answers to this worker only, and holds nothing of the job open."""
@@ -530,7 +530,3 @@ def _seed_everything(seed: int) -> None:
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed & 0xFFFFFFFF)
-
-
-def _nothing() -> None:
-    """Being asked to leave needs no answer: the generation without this worker is on its way."""

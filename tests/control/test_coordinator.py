@@ -42,7 +42,7 @@ class Job:
     def worker(self, worker_id: str, progress: Callable[[], Progress] = Progress) -> Worker:
         worker = Worker(self.address, self.run_dir.token(), worker_id, progress)
         self.clients.append(worker.client)
-        worker.slot = worker.client.connect().slot
+        worker.slot = worker.client.connect()
         return worker
 
     def launcher(self, live: dict[str, int]) -> Launcher:
@@ -66,12 +66,13 @@ class Job:
 class Worker:
     def __init__(self, address: str, token: str, worker_id: str, progress: Callable[[], Progress]) -> None:
         self.pushed: list[Generation] = []
-        self.drained = threading.Event()
         self.slot = -1
         timeouts = Timeouts(0.5, beat_s=0.05)
-        self.client = Client(
-            address, token, worker_id, "here", timeouts, progress, self.pushed.append, self.drained.set
-        )
+        self.client = Client(address, token, worker_id, "here", timeouts, progress, self.pushed.append)
+
+    def told_bye(self) -> bool:
+        self.client.wait_newer(1 << 62, WAIT_S)
+        return self.client.dismissed
 
     def newer(self, number: int) -> Generation:
         generation = self.client.wait_newer(number, WAIT_S)
@@ -89,8 +90,9 @@ class Launcher:
             QUICK,
             live.items,
             on_target=lambda n, finishing: self.heard.put(("target", n, finishing)),
-            on_fence=lambda worker_id, reason: self.heard.put(("fence", worker_id)),
+            on_fence=lambda worker_id: self.heard.put(("fence", worker_id)),
             on_probe=lambda worker_id: self.heard.put(("probe", worker_id)),
+            on_excuse=lambda worker_id: self.heard.put(("excuse", worker_id)),
             on_stop=lambda reason, failed, kind: self.heard.put(("stop", reason, failed, kind)),
         )
 
@@ -142,7 +144,7 @@ def test_a_leaver_gets_bye_only_after_it_parked_in_the_newest_generation(make_jo
     assert first.newer(1) == generation
     second.client.parked(1)
     second.client.parked(generation.number)
-    assert second.client.wait_bye(WAIT_S)
+    assert second.told_bye()
     assert not first.client.dismissed
     assert job.status()["generation"] == 2
 
@@ -158,7 +160,7 @@ def test_a_wrong_token_is_refused_for_workers_and_commands(make_job: Callable[..
 
 
 def test_a_worker_that_finds_no_coordinator_gives_up_after_the_join_timeout() -> None:
-    worker = Client("127.0.0.1:9", "t", "w0", "here", Timeouts(0.5, join_s=0.5), Progress, print, print)
+    worker = Client("127.0.0.1:9", "t", "w0", "here", Timeouts(0.5, join_s=0.5), Progress, print)
     with pytest.raises(CoordinatorLost, match=r"0\.5 s"):
         worker.connect()
     worker.close()
@@ -179,8 +181,8 @@ def test_workers_go_on_after_the_coordinator_was_killed_and_came_back(make_job: 
     assert (generation.number, ids(generation.members), ids(generation.leavers)) == (2, ["w0"], ["w1"])
     second.newer(1)
     second.client.parked(2)
-    assert second.client.wait_bye(WAIT_S)
-    assert {member["worker_id"]: member["slot"] for member in job.status()["members"]}["w0"] == 0
+    assert second.told_bye()
+    assert {worker["worker_id"]: worker["slot"] for worker in job.status()["workers"]}["w0"] == 0
 
 
 def test_a_death_told_by_the_launcher_is_a_fault_generation_with_its_signal_as_cause(
@@ -193,11 +195,11 @@ def test_a_death_told_by_the_launcher_is_a_fault_generation_with_its_signal_as_c
     first.client.ready()
     second.client.ready()
     first.newer(0)
-    launcher.client.gone("w1", clean=False, signal=9)
+    launcher.client.gone("w1", "signal 9")
     generation = first.newer(1)
     assert (ids(generation.members), generation.fault) == (["w0"], True)
     causes = [event["cause"] for event in read_events(job.run_dir.events) if event["event"] == "generation"]
-    assert causes[-1] == "w1 left (killed by signal 9)"
+    assert causes[-1] == "w1 left (signal 9)"
 
 
 def test_a_death_while_the_coordinator_was_away_is_known_when_it_is_back(make_job: Callable[..., Job]) -> None:
@@ -232,7 +234,7 @@ def test_a_silent_worker_somebody_waits_for_is_probed_then_fenced(make_job: Call
     assert launcher.hear("fence") == ("fence", "w1")
     assert first.client.newest is not None
     assert first.client.newest.number == 1, "a fenced worker is not lost before its launcher says so"
-    launcher.client.gone("w1", clean=False, signal=9)
+    launcher.client.gone("w1", "signal 9")
     assert first.newer(1).fault
 
 
@@ -248,9 +250,8 @@ def test_scaling_down_drains_the_newest_and_out_of_range_is_an_error(make_job: C
         control.scale(job.address, job.run_dir.token(), 9)
     assert control.scale(job.address, job.run_dir.token(), -1, relative=True)["target"] == 1
     assert launcher.hear("target") == ("target", 1, False)
-    assert second.drained.wait(WAIT_S)
+    assert launcher.hear("excuse") == ("excuse", "w1")
     assert ids(second.newer(1).leavers) == ["w1"]
-    assert not first.drained.is_set()
 
 
 def test_an_exception_in_user_code_stops_the_job_once(make_job: Callable[..., Job]) -> None:
@@ -261,9 +262,36 @@ def test_an_exception_in_user_code_stops_the_job_once(make_job: Callable[..., Jo
     assert launcher.hear("stop") == ("stop", "w0 failed: ValueError: bad batch", True, "ValueError")
     second.client.failed("ValueError", "bad batch", "Traceback …")
     second.client.close()  # returns when it was heard
-    assert first.client.wait_bye(WAIT_S)
-    assert second.client.wait_bye(WAIT_S)
+    assert first.told_bye()
     assert job.kinds().count("failed") == 1
+
+
+def test_a_failure_of_one_ends_the_waits_of_the_others_and_they_leave(make_job: Callable[..., Job]) -> None:
+    job = make_job()
+    first, second = job.worker("w0"), job.worker("w1")
+    first.client.ready()
+    second.client.ready()
+    first.newer(0)
+    second.client.failed("ValueError", "bad batch", "Traceback …")
+    generation = first.newer(1)
+    assert (generation.members, ids(generation.leavers), generation.fault) == ((), ["w0", "w1"], True)
+
+
+def test_a_newcomer_that_the_job_has_no_room_for_is_refused_and_the_job_goes_on(make_job: Callable[..., Job]) -> None:
+    job = make_job(sizes={"target": 1})
+    launcher = job.launcher({"w0": 1})
+    first = job.worker("w0")
+    first.client.ready()
+    first.newer(0)
+    control.scale(job.address, job.run_dir.token(), 2)
+    second = job.worker("w1")
+    second.client.failed("OutOfSharedMemory", "no room", "")
+    assert launcher.hear("excuse") == ("excuse", "w1")
+    assert launcher.hear("target") == ("target", 1, False)
+    status = job.status()
+    assert (status["phase"], status["target"]) == ("running", 1)
+    (refused,) = (event for event in read_events(job.run_dir.events) if event["event"] == "refused")
+    assert refused["text"] == "OutOfSharedMemory: no room; the job goes on with 1 worker"
 
 
 def test_with_relaunch_an_exception_in_user_code_is_left_to_the_launcher(make_job: Callable[..., Job]) -> None:
@@ -275,7 +303,7 @@ def test_with_relaunch_an_exception_in_user_code_is_left_to_the_launcher(make_jo
     first.newer(0)
     second.client.failed("ValueError", "bad batch", "Traceback …")
     second.client.close()
-    launcher.client.gone("w1", clean=False, exit_code=1)
+    launcher.client.gone("w1", "exit status 1")
     assert first.newer(1).fault
     assert "failed" in job.kinds()
     assert "stopping" not in job.kinds()
@@ -301,8 +329,8 @@ def test_a_job_ends_when_all_have_finished_and_gone(make_job: Callable[..., Job]
             if generation.leaves(worker_id):
                 worker.client.parked(number)
     for worker, worker_id in zip(workers, ("w0", "w1"), strict=True):
-        assert worker.client.wait_bye(WAIT_S)
-        launcher.client.gone(worker_id, clean=True)
+        assert worker.told_bye()
+        launcher.client.gone(worker_id, "exit status 0")
     assert launcher.hear("stop") == ("stop", "every worker has gone", False, "")
     finished = [event for event in read_events(job.run_dir.events) if event["event"] == "finished"]
     assert [(event["digest"], event["step"], event["report"]) for event in finished] == [("abc", 10, {"loss": 0.5})] * 2
@@ -327,8 +355,8 @@ def test_status_tells_progress_from_the_beats(make_job: Callable[..., Job]) -> N
     worker.newer(1)  # in order behind the beats
     status = job.status()
     assert (status["phase"], status["step"], status["epoch"], status["loss"]) == ("paused", 7, 1, 0.25)
-    assert status["samples"] == 448
-    assert status["members"][0]["step"] == 7
+    assert (status["samples"], status["seq"]) == (448, 8)
+    assert status["workers"][0]["step"] == 7
 
 
 def test_stop_drains_every_worker(make_job: Callable[..., Job]) -> None:
@@ -340,8 +368,6 @@ def test_stop_drains_every_worker(make_job: Callable[..., Job]) -> None:
     assert control.stop(job.address, job.run_dir.token(), "asked by a test")["phase"] == "stopping"
     generation = first.newer(1)
     assert (generation.members, ids(generation.leavers), generation.paused) == ((), ["w0", "w1"], False)
-    assert first.drained.wait(WAIT_S)
-    assert second.drained.wait(WAIT_S)
 
 
 def test_a_command_to_a_job_that_ended_says_so(make_job: Callable[..., Job]) -> None:
@@ -363,7 +389,7 @@ def test_a_launcher_that_reconnects_tells_of_a_death_once_and_how_it_ended(make_
     second.client.close()
     job.server.stop()
     del live["w1"]
-    launcher.client.gone("w1", clean=False, signal=9)
+    launcher.client.gone("w1", "signal 9")
     for _ in range(2):
         job.bring_up()
         launcher.hear("target")
@@ -371,7 +397,7 @@ def test_a_launcher_that_reconnects_tells_of_a_death_once_and_how_it_ended(make_
         job.server.stop()
     job.bring_up()
     events = read_events(job.run_dir.events)
-    assert [event["text"] for event in events if event["event"] == "lost"] == ["killed by signal 9"]
+    assert [event["text"] for event in events if event["event"] == "lost"] == ["signal 9"]
     assert [event["event"] for event in events].count("joined") == 2
 
 

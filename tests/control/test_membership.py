@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from shoal.control import membership as m
-from shoal.control.membership import Bye, Drain, Fence, Generation, Membership, Probe, Publish, SetTarget, State
+from shoal.control.membership import Bye, Excuse, Fence, Generation, Membership, Probe, Publish, SetTarget, State
 from shoal.control.timeouts import Timeouts
 from shoal.errors import SettingsContradict
 
@@ -76,10 +76,10 @@ def test_founders_go_on_with_fewer_when_one_died_on_the_way_and_nobody_is_coming
     script = Script(target=3)
     script.feed(m.on_join(script.membership, "w2", "here", 0.0, launched=True))
     script.come("w0", "w1")
-    script.feed(m.on_gone(script.membership, "w2", clean=False))
+    script.feed(m.on_gone(script.membership, "w2"))
     script.feed(m.on_join(script.membership, "w3", "here", 0.0, launched=True))
     assert script.settle() is None, "its replacement is on the way"
-    script.feed(m.on_gone(script.membership, "w3", clean=False))
+    script.feed(m.on_gone(script.membership, "w3"))
     generation = script.settle()
     assert generation is not None
     assert (ids(generation.members), generation.fault) == (["w0", "w1"], False)
@@ -96,7 +96,7 @@ def test_a_newcomer_is_last_in_rank_and_planned() -> None:
 def test_several_changes_become_one_generation_that_is_a_fault_if_one_of_them_was() -> None:
     script = running("w0", "w1", "w2")
     script.come("w3")
-    script.feed(m.on_gone(script.membership, "w1", clean=False, reason="killed by signal 9"))
+    script.feed(m.on_gone(script.membership, "w1", reason="killed by signal 9"))
     script.feed(m.on_leave(script.membership, "w2"))
     generation = script.settle()
     assert generation is not None
@@ -114,7 +114,7 @@ def test_the_lowest_free_slot_is_given_and_only_the_dead_free_one() -> None:
     script.settle()
     script.feed(m.on_parked(script.membership, "w0", 2))
     script.come("w3")
-    script.feed(m.on_gone(script.membership, "w0", clean=True))
+    script.feed(m.on_gone(script.membership, "w0"))
     script.come("w4")
     slots = {worker.worker_id: worker.member.slot for worker in script.membership.workers}
     assert slots == {"w1": 1, "w2": 2, "w3": 3, "w4": 0}
@@ -142,7 +142,7 @@ def test_a_leaver_parked_in_an_older_generation_must_park_again() -> None:
     assert script.take(Bye) == []
     script.feed(m.on_parked(script.membership, "w1", 3))
     assert script.take(Bye) == [Bye("w1")]
-    script.feed(m.on_gone(script.membership, "w1", clean=False))
+    script.feed(m.on_gone(script.membership, "w1"))
     assert script.settle() is None, "who was told Bye is missed by nobody"
 
 
@@ -150,15 +150,15 @@ def test_a_leaver_that_dies_before_bye_is_a_fault() -> None:
     script = running("w0", "w1")
     script.feed(m.on_leave(script.membership, "w1"))
     script.settle()
-    script.feed(m.on_gone(script.membership, "w1", clean=False))
+    script.feed(m.on_gone(script.membership, "w1"))
     generation = script.settle()
     assert generation is not None
     assert (generation.fault, generation.leavers) == (True, ())
 
 
-def test_a_member_that_exits_with_0_in_the_middle_is_still_a_fault() -> None:
+def test_a_member_that_is_gone_without_bye_is_a_fault_however_it_ended() -> None:
     script = running("w0", "w1")
-    script.feed(m.on_gone(script.membership, "w1", clean=True))
+    script.feed(m.on_gone(script.membership, "w1"))
     generation = script.settle()
     assert generation is not None
     assert generation.fault
@@ -166,7 +166,7 @@ def test_a_member_that_exits_with_0_in_the_middle_is_still_a_fault() -> None:
 
 def test_fewer_than_min_pause_and_one_more_goes_on() -> None:
     script = running("w0", "w1", min_size=2)
-    script.feed(m.on_gone(script.membership, "w1", clean=False))
+    script.feed(m.on_gone(script.membership, "w1"))
     paused = script.settle()
     assert paused is not None
     assert paused.paused
@@ -178,7 +178,7 @@ def test_fewer_than_min_pause_and_one_more_goes_on() -> None:
 
 def test_when_everybody_has_died_the_next_generation_still_tells_of_the_fault() -> None:
     script = running("w0")
-    script.feed(m.on_gone(script.membership, "w0", clean=False))
+    script.feed(m.on_gone(script.membership, "w0"))
     assert script.settle() is None
     script.come("w1")
     generation = script.settle()
@@ -193,7 +193,7 @@ def test_workers_that_finish_leave_without_a_pause_and_need_no_replacement() -> 
     assert generation is not None
     assert (generation.paused, ids(generation.leavers)) == (False, ["w0"])
     assert script.take(SetTarget) == [SetTarget(2, finishing=True)]
-    script.feed(m.on_gone(script.membership, "w1", clean=False))
+    script.feed(m.on_gone(script.membership, "w1"))
     after = script.settle()
     assert after is not None
     assert (after.fault, after.paused) == (True, False)
@@ -222,10 +222,55 @@ def test_scaling_down_sends_joiners_home_first_and_then_the_newest_members() -> 
     script.feed(m.on_join(script.membership, "w3", "here", 0.0))
     script.take()
     script.feed(m.on_scale(script.membership, 2))
-    assert script.take(Drain, Bye) == [Drain("w3"), Bye("w3"), Drain("w2")]
+    assert script.take(Excuse, Bye) == [Excuse("w3"), Bye("w3"), Excuse("w2")]
     generation = script.settle()
     assert generation is not None
     assert (ids(generation.members), ids(generation.leavers)) == (["w0", "w1"], ["w2"])
+
+
+def test_who_leaves_needs_no_replacement_and_a_launcher_that_is_back_hears_it_again() -> None:
+    script = running("w0", "w1")
+    script.feed(m.on_join(script.membership, "w1", "here", 0.0, launched=True))
+    script.feed(m.on_leave(script.membership, "w1"))
+    assert script.take(Excuse) == [Excuse("w1")]
+    script.feed(m.on_roster(script.membership, "here", ["w0", "w1"]))
+    assert script.take(Excuse) == [Excuse("w1")]
+
+
+def test_a_job_that_fails_lets_everybody_go_without_finishing_the_step() -> None:
+    script = running("w0", "w1")
+    script.feed(m.on_stop(script.membership, failed=True))
+    generation = script.settle()
+    assert generation is not None
+    assert (generation.members, ids(generation.leavers), generation.fault) == ((), ["w0", "w1"], True)
+
+
+@pytest.mark.parametrize("becomes_member", [False, True])
+def test_a_newcomer_is_refused_for_what_more_workers_bring_about(becomes_member: bool) -> None:
+    script = running("w0", "w1")
+    script.feed(m.on_scale(script.membership, 3))
+    script.feed(m.on_join(script.membership, "w2", "here", 0.0))
+    if becomes_member:
+        script.feed(m.on_ready(script.membership, "w2"))
+        script.settle()
+    script.take()
+    assert not m.refuses(script.membership, "w2", "ScriptFailed")
+    assert not m.refuses(script.membership, "w1", "OutOfSharedMemory"), "a founder"
+    assert m.refuses(script.membership, "w2", "OutOfSharedMemory")
+    script.feed(m.on_refused(script.membership, "w2", "OutOfSharedMemory: no room"))
+    assert script.take(Excuse, SetTarget) == [Excuse("w2"), SetTarget(2, finishing=False)]
+    assert script.membership.target == 2
+    script.feed(m.on_gone(script.membership, "w2"))
+    generation = script.settle()
+    assert (generation is not None) == becomes_member, "others may have waited for it"
+
+
+def test_a_newcomer_the_job_cannot_do_without_is_not_refused() -> None:
+    script = running("w0", "w1", min_size=2)
+    script.feed(m.on_gone(script.membership, "w1"))
+    script.come("w2")
+    script.settle()
+    assert not m.refuses(script.membership, "w2", "OutOfSharedMemory")
 
 
 @pytest.mark.parametrize("target", [0, 9])
@@ -261,7 +306,7 @@ def test_an_awaited_silent_worker_is_probed_and_fenced_at_the_budget_and_lost_on
     assert worker is not None
     assert worker.fenced == "no sign of life for 10.0 s while awaited"
     assert script.settle() is None
-    script.feed(m.on_gone(script.membership, "w1", clean=False))
+    script.feed(m.on_gone(script.membership, "w1"))
     assert script.settle() is not None
 
 
@@ -317,6 +362,14 @@ def test_a_joiner_the_founding_waits_for_is_fenced_when_it_hangs() -> None:
     )
 
 
+def test_a_joiner_that_imports_is_not_suspect() -> None:
+    script = Script(target=2)
+    script.feed(m.on_join(script.membership, "w0", "here", 0.0, launched=True))
+    script.take()
+    script.tick_until(30.0)
+    assert [each.kind for each in script.take(m.Log)] == []  # type: ignore[union-attr]
+
+
 def test_a_launcher_that_is_back_tells_who_died_unheard_and_hears_of_fences() -> None:
     script = running("w0", "w1", "w2")
     for worker_id in ("w0", "w1"):
@@ -326,7 +379,7 @@ def test_a_launcher_that_is_back_tells_who_died_unheard_and_hears_of_fences() ->
     fenced = replace(worker, fenced="silent")
     script.membership = replace(script.membership, workers=(fenced, *script.membership.workers[1:]))
     script.feed(m.on_roster(script.membership, "here", ["w0"]))
-    assert script.take(Fence) == [Fence("w0", "silent")]
+    assert script.take(Fence) == [Fence("w0")]
     generation = script.settle()
     assert generation is not None
     assert (ids(generation.members), generation.fault) == (["w0", "w2"], True), "w2 is none of this launcher's"
@@ -334,7 +387,7 @@ def test_a_launcher_that_is_back_tells_who_died_unheard_and_hears_of_fences() ->
 
 def test_a_reconnecting_worker_learns_of_a_fault_it_missed() -> None:
     script = running("w0", "w1")
-    script.feed(m.on_gone(script.membership, "w1", clean=False))
+    script.feed(m.on_gone(script.membership, "w1"))
     script.settle()
     script.come("w2")
     newest = script.settle()
@@ -430,19 +483,19 @@ class AnySequence(RuleBasedStateMachine):
             assert behind == 0
             assert self.published[-1].leaves(worker_id)
 
-    @rule(data=st.data(), clean=st.booleans())
-    def die(self, data: st.DataObject, clean: bool) -> None:
+    @rule(data=st.data())
+    def die(self, data: st.DataObject) -> None:
         worker_id = self.some(data)
         if worker_id == "nobody":
             return
         if worker_id in self.became_member and worker_id not in self.byes:
             self.owed.add(worker_id)
-        self.feed(m.on_gone(self.membership, worker_id, clean))
+        self.feed(m.on_gone(self.membership, worker_id))
         self.gone.add(worker_id)
 
-    @rule(data=st.data(), clean=st.booleans())
-    def die_and_settle(self, data: st.DataObject, clean: bool) -> None:
-        self.die(data, clean)
+    @rule(data=st.data())
+    def die_and_settle(self, data: st.DataObject) -> None:
+        self.die(data)
         self.settle()
 
     @precondition(lambda self: self.published)

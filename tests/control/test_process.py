@@ -39,9 +39,7 @@ def end(process: subprocess.Popen[str], number: signal.Signals) -> int:
 def join(run_dir: RunDir, worker_id: str) -> Client:
     address = run_dir.address()
     assert address is not None
-    client = Client(
-        address, run_dir.token(), worker_id, "here", Timeouts(1.0), Progress, lambda generation: None, lambda: None
-    )
+    client = Client(address, run_dir.token(), worker_id, "here", Timeouts(1.0), Progress, lambda generation: None)
     client.connect()
     return client
 

@@ -28,10 +28,8 @@ def test_an_override_stands_beside_the_derived_ones() -> None:
         (5.0, {"beat_s": 2.5}, "beat_s"),
         (5.0, {"beat_s": -1.0}, "beat_s"),
         (5.0, {"probe_s": 2.5}, "probe_s"),
-        (5.0, {"backoff_max_s": 5.0}, "backoff_max_s"),
-        (5.0, {"backoff_first_s": 2.0, "backoff_max_s": 1.0}, "backoff_first_s"),
         (5.0, {"join_s": 1.0}, "join_s"),
-        (5.0, {"drain_s": 0.0}, "drain_s"),
+        (5.0, {"join_s": 0.0}, "join_s"),
     ],
 )
 def test_timeouts_that_cannot_all_hold_are_refused_by_name(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shoal import cli, errors
-from shoal.control.rundir import RunDir
+from shoal.control.rundir import Committed, RunDir
 from shoal.launch.job import Size, parse_size
 from shoal.metrics import EventLog
 
@@ -110,15 +110,18 @@ def test_error_that_is_no_mistake_of_the_user_exits_with_1(monkeypatch, capsys):
     assert capsys.readouterr().err == "shoal: CoordinatorLost: silent for 5 s\n"
 
 
-def test_status_of_a_job_that_is_over_comes_from_its_events(capsys):
+def test_status_of_a_job_that_is_over_says_where_it_was(capsys):
     run_dir = RunDir.create("shoal-runs/done", {"target": 2, "min": 1, "max": 4})
     events = EventLog(run_dir.events)
     events.write(1.0, "generation", number=7, members=["w0"], leavers=[], fault=False, paused=False, cause="w0 joined")
     events.write(2.0, "finished", worker_id="w0", text="", step=30, seq=31, digest="", report={})
     events.close()
+    run_dir.write_committed(Committed(seq=31, step=30, epoch=2, samples=960, loss=0.125))
     assert shoal("status", "--json") == 0
     state = json.loads(capsys.readouterr().out)
-    assert (state["phase"], state["step"], state["generation"], state["target"]) == ("finished", 30, 7, 2)
+    assert (state["phase"], state["generation"], state["target"]) == ("finished", 7, 2)
+    where = {name: state[name] for name in ("seq", "step", "epoch", "samples", "loss")}
+    assert where == {"seq": 31, "step": 30, "epoch": 2, "samples": 960, "loss": 0.125}
     assert shoal("status", "done") == 0
     assert capsys.readouterr().out.startswith("done: finished, generation 7, step 30")
 

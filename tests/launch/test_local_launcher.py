@@ -16,7 +16,7 @@ import pytest
 
 from shoal import errors
 from shoal.launch.launcher import Exit, Failure
-from shoal.launch.local import HostMemory, LocalLauncher
+from shoal.launch.local import HeldMemory, LocalLauncher
 
 DEADLINE_S = 60.0
 
@@ -328,7 +328,7 @@ def test_memory_that_cannot_be_given_is_an_error_at_the_worker(tmp_path):
 
 def test_memory_cap_counts_all_regions_together():
     async def go():
-        memory = HostMemory(limit_bytes=3 << 20)
+        memory = HeldMemory(limit_bytes=3 << 20)
         first = await memory.open("arena", 2 << 20)
         assert await memory.open("arena", 2 << 20) == first
         with pytest.raises(errors.OutOfSharedMemory, match=r"1\.0 MiB is free"):

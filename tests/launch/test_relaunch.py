@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from shoal import errors
-from shoal.launch.launcher import Exit, Failure, GiveUp, Relaunch, Start, default_restarts
+from shoal.launch.launcher import Exit, Failure
+from shoal.launch.relaunch import GiveUp, Relaunch, Start, default_restarts, ends_job
 
 
 def fail(state: Relaunch, worker_id: str, lived_s: float, now: float) -> tuple[Relaunch, Start | GiveUp]:
@@ -61,6 +62,7 @@ def test_failures_older_than_the_window_are_forgiven():
 def test_budget_of_none_gives_up_at_the_first_failure():
     _, decision = fail(Relaunch(restarts=0), "w0", lived_s=1000.0, now=1000.0)
     assert isinstance(decision, GiveUp)
+    assert decision.reason.startswith("1 worker failed")
 
 
 def test_only_live_workers_are_remembered():
@@ -85,3 +87,26 @@ def test_failure_becomes_the_named_error_or_a_failed_script():
         error = Failure("w0", kind, "text").as_error()
         assert isinstance(error, errors.ScriptFailed)
         assert str(error) == f"{kind}: text"
+
+
+def test_only_what_every_worker_would_meet_ends_the_job():
+    failed, crashed = Exit("w0", exit_code=1), Exit("w0", signal=9)
+    script = Failure("w0", "ScriptFailed", "train.py, line 3: ValueError: bad")
+    mistake = Failure("w0", "ModelUnusable", "no parameters")
+    machine = Failure("w0", "CoordinatorLost", "silence")
+    assert ends_job(Exit("w0", exit_code=0), None, "stop") is None
+    assert ends_job(crashed, None, "stop") is None
+    assert ends_job(Exit("w0"), None, "stop") is None
+    assert ends_job(failed, machine, "stop") is None
+    assert str(ends_job(failed, script, "stop")) == script.message
+    assert ends_job(failed, script, "relaunch") is None
+    assert str(ends_job(failed, mistake, "relaunch")) == "no parameters"
+    assert "exit status 1" in str(ends_job(failed, None, "stop"))
+    assert ends_job(failed, None, "relaunch") is None
+
+
+def test_worker_that_is_excused_ends_the_job_only_by_what_the_others_would_meet_too():
+    failed = Exit("w3", exit_code=2)
+    assert ends_job(failed, Failure("w3", "OutOfSharedMemory", "no room"), "stop") is not None
+    assert ends_job(failed, Failure("w3", "OutOfSharedMemory", "no room"), "stop", excused=True) is None
+    assert ends_job(failed, Failure("w3", "ScriptFailed", "bad"), "stop", excused=True) is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 
-from shoal.launch.launcher import Exit, Failure, ends_job
 from shoal.launch.screen import Screen, Tail, progress_line, transition_line
 
 
@@ -41,7 +40,7 @@ def test_generation_is_told_as_a_transition_and_other_events_are_left_to_the_log
 
 def test_progress_is_one_line_and_names_the_phase_unless_it_runs():
     status = {"step": 1234, "epoch": 2, "rate": 5678.9, "loss": None, "target": 3, "phase": "paused"}
-    status["members"] = [{"rank": 0}, {"rank": None}]
+    status["workers"] = [{"rank": 0}, {"rank": None}]
     assert progress_line(status) == "step 1,234  epoch 2  5,679 samples/s  1 of 3 workers  paused"
     assert "loss 0.1235  1 of 3 workers" in progress_line({**status, "loss": 0.12345, "phase": "running"})
 
@@ -63,19 +62,3 @@ def test_text_of_users_is_shown_as_it_is():
     screen.say("shape [3, 4] " + "long " * 100)
     assert out.getvalue() == "w0 | [red]x[/red] :smile: " + "long " * 100 + "\n"
     assert err.getvalue().rstrip() == ("shape [3, 4] " + "long " * 100).rstrip()
-
-
-def test_only_what_every_worker_would_meet_ends_the_job():
-    failed, crashed = Exit("w0", exit_code=1), Exit("w0", signal=9)
-    script = Failure("w0", "ScriptFailed", "train.py, line 3: ValueError: bad")
-    mistake = Failure("w0", "ModelUnusable", "no parameters")
-    machine = Failure("w0", "CoordinatorLost", "silence")
-    assert ends_job(Exit("w0", exit_code=0), None, "stop") is None
-    assert ends_job(crashed, None, "stop") is None
-    assert ends_job(Exit("w0"), None, "stop") is None
-    assert ends_job(failed, machine, "stop") is None
-    assert str(ends_job(failed, script, "stop")) == script.message
-    assert ends_job(failed, script, "relaunch") is None
-    assert str(ends_job(failed, mistake, "relaunch")) == "no parameters"
-    assert "exit status 1" in str(ends_job(failed, None, "stop"))
-    assert ends_job(failed, None, "relaunch") is None
