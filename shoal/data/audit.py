@@ -83,7 +83,7 @@ def declare(directory: Path, pass_: Pass) -> None:
     fd, temporary = tempfile.mkstemp(dir=directory, prefix=f".{path.name}.")
     try:
         with os.fdopen(fd, "w") as file:
-            json.dump(asdict(pass_), file)
+            json.dump(asdict(pass_), file, default=int)  # a seed may be numpy's number
         # A link appears whole or not at all, and only the first one does.
         os.link(temporary, path)
     except FileExistsError:
@@ -135,7 +135,8 @@ def audit(directory: Path, committed_seq: int | None) -> AuditReport:
     records = records[records["seq"] <= newest]
     records = records[np.lexsort((records["generation"], records["seq"]))]
     applied, redone = _applied(records)
-    records = records[applied]
+    # An edit uses no samples; its records only say that a step of the same number was not applied.
+    records = records[applied & (records["step_hi"] > records["step_lo"])]
     passes = {int(index): _declared(directory, int(index)) for index in np.unique(records["pass_index"])}
     findings = _Findings()
     for index, pass_ in passes.items():
@@ -149,7 +150,7 @@ def audit(directory: Path, committed_seq: int | None) -> AuditReport:
     if len(lines) > _LINES_SHOWN:
         lines = [*lines[:_LINES_SHOWN], f"and {len(lines) - _LINES_SHOWN:,} more"]
     return AuditReport(
-        steps=len(np.unique(records["seq"][records["step_hi"] > records["step_lo"]])),  # an edit uses no samples
+        steps=len(np.unique(records["seq"])),
         samples=int((records["hi"] - records["lo"]).sum()),
         lost=findings.lost,
         repeated=findings.repeated,

@@ -194,9 +194,21 @@ def test_the_newest_step_counts_only_when_it_is_known_to_be_committed(tmp_path: 
     assert audit.audit(tmp_path, 4).lost == 4
 
 
-def test_edits_have_no_records_and_are_not_missed(tmp_path: Path) -> None:
-    records = [r.but(seq=r.fed.seq * 2) for r in trained(PASS, [2])]
-    assert audit.audit(written(tmp_path, records, PASS), NEWEST).clean
+def test_edits_use_no_samples_also_after_the_dropped_end_of_an_epoch(tmp_path: Path) -> None:
+    pass_ = replace(PASS, drop_last=True)
+    records = [r.but(seq=r.fed.seq * 2) for r in trained(pass_, [2])]
+    edits = []
+    for r in records:
+        at = 50 if r.fed.step_hi == 48 else r.fed.step_hi  # an epoch that is over is at its end
+        edits.append(r.but(seq=r.fed.seq + 1, step_lo=at, step_hi=at, lo=at, hi=at))
+    report = audit.audit(written(tmp_path, records + edits, pass_), NEWEST)
+    assert report == AuditReport(18, 144, 0, 0, 0, 0, [])
+
+
+def test_an_edit_takes_the_place_of_a_step_that_was_not_committed(tmp_path: Path) -> None:
+    records = [r for r in trained(PASS, [2]) if r.fed.seq <= 3]
+    edit = [r.but(generation=99, step_lo=16, step_hi=16, lo=16, hi=16) for r in records[-2:]]
+    assert audit.audit(written(tmp_path, records + edit, PASS), NEWEST) == AuditReport(2, 16, 0, 0, 0, 1, [])
 
 
 def test_passes_are_checked_each_by_its_own_order_and_may_be_left_early(tmp_path: Path) -> None:
@@ -262,6 +274,12 @@ def test_a_pass_is_declared_once_and_alike(tmp_path: Path) -> None:
         audit.declare(tmp_path, replace(PASS, num_samples=60, seed=4))
     assert "pass 0: num_samples is 60 here and 50 at the first worker, seed is 4 here and 3 at" in str(raised.value)
     assert os.listdir(tmp_path) == ["pass-0.json"]
+
+
+def test_a_pass_may_be_made_of_numpys_numbers(tmp_path: Path) -> None:
+    audit.declare(tmp_path, replace(PASS, seed=np.int64(3)))  # type: ignore[arg-type]
+    audit.declare(tmp_path, PASS)
+    assert audit.audit(written(tmp_path, trained(PASS, [2])), NEWEST).clean
 
 
 def test_a_record_that_does_not_fit_on_the_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
