@@ -177,6 +177,7 @@ class _Source(Dataset[Any]):
         _check_readable(dataset, pass_)
         self._pass = pass_
         self._dataset, self._to_index = _without_subsets(dataset)
+        self._read_many: Callable[[list[int]], list[Any]] | None = getattr(self._dataset, "__getitems__", None)
         self._collate = collate_fn or default_collate
         self._tensors: Sequence[torch.Tensor] | None = None
         if type(self._dataset) is TensorDataset and collate_fn is None:
@@ -205,17 +206,30 @@ class _Source(Dataset[Any]):
             return self._read_samples(request, indices)
 
     def _read_samples(self, request: _Request, indices: Ids) -> tuple[Any, Ids]:
-        read_many = getattr(self._dataset, "__getitems__", None)
-        if read_many:
-            self._seed(request.epoch, int(request.ids[0]))
-            return self._collate(read_many(indices.tolist())), request.ids
-        samples = []
-        for sample_id, index in zip(request.ids.tolist(), indices.tolist(), strict=True):
-            if self._stale(request):
-                return None, _NO_IDS
-            self._seed(request.epoch, sample_id)
-            samples.append(self._dataset[index])
+        samples = self._read_at_once(request, indices)
+        if samples is None:
+            samples = []
+            for sample_id, index in zip(request.ids.tolist(), indices.tolist(), strict=True):
+                if self._stale(request):
+                    return None, _NO_IDS
+                self._seed(request.epoch, sample_id)
+                samples.append(self._dataset[index])
         return self._collate(samples), request.ids
+
+    def _read_at_once(self, request: _Request, indices: Ids) -> list[Any] | None:
+        """By the data set's own way to read many; None where it has none, or draws random numbers as it reads: those
+        must be each sample's own, whichever others it is read with."""
+        if self._read_many is None:
+            return None
+        seeded_by = request.epoch, int(request.ids[0])
+        self._seed(*seeded_by)
+        samples = self._read_many(indices.tolist())
+        drawn_after = _draw()
+        self._seed(*seeded_by)
+        if drawn_after == _draw():
+            return samples
+        self._read_many = None
+        return None
 
     def _seed(self, epoch: int, sample_id: int) -> None:
         seed = self._pass.sample_seed(epoch, sample_id)
@@ -247,14 +261,19 @@ def _check_readable(dataset: Dataset[Any], pass_: Pass) -> None:
 
 
 def _without_subsets(dataset: Dataset[Any]) -> tuple[Dataset[Any], Ids | None]:
-    """The data set under plain Subsets, and the index there of each id. A Subset reads many samples in one call, and
-    then they could not be seeded each for itself."""
+    """The data set under plain Subsets, and the index there of each id: tensors that were split are still indexed at
+    once."""
     to_index: Ids | None = None
     while type(dataset) is Subset:
         indices = np.asarray(dataset.indices, dtype=np.int64)
         to_index = indices if to_index is None else indices[to_index]
         dataset = dataset.dataset
     return dataset, to_index
+
+
+def _draw() -> tuple[float, float, float]:
+    """The next number of each source of randomness."""
+    return random.random(), np.random.random_sample(), torch.rand((), dtype=torch.float64).item()
 
 
 @contextmanager
