@@ -353,6 +353,56 @@ def test_a_data_set_that_reads_many_at_once_is_asked_so_and_the_users_collate_is
             assert fetched.data == tuple((fetched.ids * 10).tolist())
 
 
+class Deadly(Numbers):
+    """Reading sample 7 ends the process that reads it."""
+
+    def __init__(self, die: Callable[[], Any]) -> None:
+        self.die = die
+
+    def __getitem__(self, index: int) -> Any:
+        return self.die() if index == 7 else index
+
+
+def die_with_torchs_lock() -> None:
+    frame = sys._getframe()
+    while "done_event" not in frame.f_locals:
+        assert frame.f_back is not None
+        frame = frame.f_back
+    frame.f_locals["done_event"]._cond.acquire()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("die", "how"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "SIGKILL"),
+        (die_with_torchs_lock, "SIGKILL"),
+        (lambda: os.kill(os.getpid(), signal.SIGBUS), "SIGBUS"),
+        (lambda: os._exit(3), "exit code 3"),
+    ],
+)
+def test_a_loader_process_that_ends_is_an_error_that_says_how(die: Callable[[], Any], how: str) -> None:
+    with loader_over(Deadly(die), num_workers=2) as loader:
+        loader.start(Cursor(), 0, 1)
+        with pytest.raises(DataUnusable, match=rf"pass 0: loader process \d+ ended with {how}; if memory"):
+            rest_of(loader)
+
+
+@pytest.mark.parametrize("then", [lambda loader: loader.next(), lambda loader: loader.start(Cursor(), 0, 2)])
+def test_a_loader_process_killed_while_nobody_waits_for_it_is_an_error_in_the_next_call(
+    then: Callable[[Loader], Any],
+) -> None:
+    with loader_over(Numbers(), num_workers=2) as loader:
+        loader.start(Cursor(), 0, 1)
+        fetched = loader.next()
+        assert fetched is not None
+        pid = int(fetched.data[1][0])
+        # torch would raise in here, as it would in the middle of a commit.
+        assert exits_within([pid], lambda: os.kill(pid, signal.SIGKILL), timeout_s=20)
+        with pytest.raises(DataUnusable, match=f"loader process {pid} ended with SIGKILL"):
+            then(loader)
+
+
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(20))
@@ -456,6 +506,7 @@ def test_loader_processes_vanish_when_their_worker_is_killed() -> None:
         (lambda: Loader(Stream(), PASS), DataUnusable, "Stream cannot be read by index"),
         (lambda: Loader(Numbers(), PASS, num_workers=-1), SettingsContradict, "num_workers is -1; ask for 0"),
         (lambda: Loader(Numbers(), PASS, prefetch_factor=2), SettingsContradict, "prefetch_factor=2 needs loader"),
+        (lambda: Loader(Numbers(), PASS, num_workers=1, prefetch_factor=0), SettingsContradict, "ask for 1 or more"),
     ],
 )
 def test_what_cannot_be_read_is_refused(make: Callable[[], Loader], error: type[Exception], text: str) -> None:
