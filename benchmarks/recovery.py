@@ -337,7 +337,7 @@ class ShoalJob:
         return None if self._job.process.poll() is None else f"the job ended with {self._job.process.returncode}"
 
     def kill(self, worker: str) -> float:
-        pid = next(member["pid"] for worker in self._job.status()["workers"] if worker["worker_id"] == worker)
+        pid = next(one["pid"] for one in self._job.status()["workers"] if one["worker_id"] == worker)
         killed_s = time.monotonic()
         os.kill(pid, signal.SIGKILL)
         return killed_s

@@ -9,12 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import struct
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,24 +21,26 @@ import numpy.typing as npt
 from shoal.data.ledger import Ids, Pass
 from shoal.errors import WorkersDiffer
 
-# generation, pass, epoch, skipped, seq, step_lo, step_hi, lo, hi, digest
-_RECORD = struct.Struct("<IIIIQQQQQQ")
-_DTYPE = np.dtype(
-    [
-        ("generation", "<u4"),
-        ("pass_index", "<u4"),
-        ("epoch", "<u4"),
-        ("skipped", "<u4"),
-        # Signed here and not in the file, so that differences can be taken; positions never reach 2⁶³.
-        ("seq", "<i8"),
-        ("step_lo", "<i8"),
-        ("step_hi", "<i8"),
-        ("lo", "<i8"),
-        ("hi", "<i8"),
-        ("digest", "<u8"),
-    ]
-)
-_TABLE = np.dtype([*_DTYPE.descr, ("worker", object)])
+
+class Fed(NamedTuple):
+    """One worker's part in an attempt at a step: the share [lo, hi) of the step's [step_lo, step_hi). An edit has an
+    empty one."""
+
+    generation: int
+    seq: int
+    pass_index: int
+    epoch: int
+    step_lo: int
+    step_hi: int
+    lo: int
+    hi: int
+    ids_digest: int
+    skipped: bool
+
+
+# In the file a record is its numbers in their order, 8 bytes each.
+_RECORD = np.dtype([(name, "<i8") for name in Fed._fields])
+_TABLE = np.dtype([*_RECORD.descr, ("worker", object)])
 _LINES_SHOWN = 20
 
 Records = npt.NDArray[np.void]
@@ -50,7 +51,7 @@ def digest(ids: Sequence[Ids]) -> int:
     hashed = hashlib.blake2b(digest_size=8)
     for part in ids:
         hashed.update(np.ascontiguousarray(part, dtype="<i8").data)
-    return int.from_bytes(hashed.digest(), "little")
+    return int.from_bytes(hashed.digest(), "little", signed=True)
 
 
 class AuditWriter:
@@ -63,23 +64,11 @@ class AuditWriter:
         # A worker that died while it wrote may have left half a record. It never said that it was done with that step,
         # so nothing is lost with it, and the records that follow must be aligned.
         size_bytes = os.fstat(self._fd).st_size
-        os.ftruncate(self._fd, size_bytes - size_bytes % _RECORD.size)
+        os.ftruncate(self._fd, size_bytes - size_bytes % _RECORD.itemsize)
 
-    def fed(
-        self,
-        generation: int,
-        seq: int,
-        pass_index: int,
-        epoch: int,
-        step_lo: int,
-        step_hi: int,
-        lo: int,
-        hi: int,
-        ids_digest: int,
-        skipped: bool,
-    ) -> None:
-        """Record the share [lo, hi) of the step [step_lo, step_hi). Call it before the done word is written."""
-        record = _RECORD.pack(generation, pass_index, epoch, skipped, seq, step_lo, step_hi, lo, hi, ids_digest)
+    def write(self, fed: Fed) -> None:
+        """Call it before the done word is written."""
+        record = np.array(fed, _RECORD).tobytes()
         if os.write(self._fd, record) != len(record):
             raise OSError(f"{self._path}: a record was cut short, the disk is full; free some space and resume")
 
@@ -94,7 +83,7 @@ def declare(directory: Path, pass_: Pass) -> None:
     fd, temporary = tempfile.mkstemp(dir=directory, prefix=f".{path.name}.")
     try:
         with os.fdopen(fd, "w") as file:
-            json.dump(asdict(pass_), file)
+            json.dump(asdict(pass_), file, default=int)  # a seed may be numpy's number
         # A link appears whole or not at all, and only the first one does.
         os.link(temporary, path)
     except FileExistsError:
@@ -146,7 +135,8 @@ def audit(directory: Path, committed_seq: int | None) -> AuditReport:
     records = records[records["seq"] <= newest]
     records = records[np.lexsort((records["generation"], records["seq"]))]
     applied, redone = _applied(records)
-    records = records[applied]
+    # An edit uses no samples; its records only say that a step of the same number was not applied.
+    records = records[applied & (records["step_hi"] > records["step_lo"])]
     passes = {int(index): _declared(directory, int(index)) for index in np.unique(records["pass_index"])}
     findings = _Findings()
     for index, pass_ in passes.items():
@@ -160,7 +150,7 @@ def audit(directory: Path, committed_seq: int | None) -> AuditReport:
     if len(lines) > _LINES_SHOWN:
         lines = [*lines[:_LINES_SHOWN], f"and {len(lines) - _LINES_SHOWN:,} more"]
     return AuditReport(
-        steps=len(np.unique(records["seq"][records["step_hi"] > records["step_lo"]])),  # an edit uses no samples
+        steps=len(np.unique(records["seq"])),
         samples=int((records["hi"] - records["lo"]).sum()),
         lost=findings.lost,
         repeated=findings.repeated,
@@ -182,10 +172,8 @@ def _read(directory: Path) -> Records:
     parts = [np.empty(0, _TABLE)]
     for path in sorted(directory.glob("*.bin")):
         data = path.read_bytes()
-        raw = np.frombuffer(data, _DTYPE, count=len(data) // _RECORD.size)
-        part = np.empty(len(raw), _TABLE)
-        for name in _DTYPE.fields or ():
-            part[name] = raw[name]
+        part = np.empty(len(data) // _RECORD.itemsize, _TABLE)
+        part[list(Fed._fields)] = np.frombuffer(data, _RECORD, count=len(part))
         part["worker"] = path.stem
         parts.append(part)
     return np.concatenate(parts)
@@ -266,7 +254,7 @@ def _check_digests(pass_: Pass, epoch: int, records: Records, findings: _Finding
     """The ids that were fed are the ids of the order."""
     order = pass_.order(epoch)
     expected = [digest([order[lo:hi]]) for lo, hi in zip(records["lo"].tolist(), records["hi"].tolist(), strict=True)]
-    for record in records[records["digest"] != np.array(expected, np.uint64)]:
+    for record in records[records["ids_digest"] != np.array(expected)]:
         count = int(record["hi"] - record["lo"])
         # Only the digest is known: up to all of the share's samples were left out, and others fed in their place.
         findings.lost += count

@@ -6,14 +6,19 @@ import mmap
 import os
 import random
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from types import FrameType
 from typing import Any
 
 import numpy as np
 import torch
+from torch._C import _remove_worker_pids
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -29,6 +34,7 @@ from shoal.data.ledger import Cursor, GlobalBatch, Ids, Pass
 from shoal.errors import DataUnusable, SettingsContradict
 from shoal.process import die_with
 
+_DYING_S = 1.0
 _NO_IDS: Ids = np.empty(0, np.int64)
 
 
@@ -54,7 +60,7 @@ class Loader:
     With `num_workers` the data set is read ahead in that many loader processes, which outlive a change of the split and
     die with this process. `in_child` runs first thing in each of them. Call `start` from a thread that lives as long as
     the loader: the kernel takes the end of that thread for the end of the process. What the data set raises comes
-    out of `next`, with its traceback.
+    out of `next`, with its traceback. A loader process that was killed is DataUnusable in the next call.
     """
 
     def __init__(
@@ -72,6 +78,8 @@ class Loader:
             raise SettingsContradict(f"num_workers is {num_workers}; ask for 0 (read in this process) or more")
         if prefetch_factor is not None and num_workers == 0:
             raise SettingsContradict(f"prefetch_factor={prefetch_factor} needs loader processes; set num_workers too")
+        if prefetch_factor is not None and prefetch_factor < 1:
+            raise SettingsContradict(f"prefetch_factor is {prefetch_factor}; ask for 1 or more")
         self._pass = pass_
         self._source = _Source(dataset, pass_, collate_fn)
         self._requests = _Requests(pass_)
@@ -79,6 +87,7 @@ class Loader:
         self._fetched: Iterator[tuple[Any, Ids]] = iter(())
         pin_memory = pin_memory and torch.cuda.is_available()
         self._torch_loader: DataLoader[Any] | None = None
+        self._processes: list[BaseProcess] = []
         # In this process a DataLoader would only add its own time, except for pinning.
         if num_workers > 0 or pin_memory:
             self._torch_loader = DataLoader(
@@ -99,12 +108,15 @@ class Loader:
     def start(self, cursor: Cursor, rank: int, size: int) -> None:
         """Go on from here with this split. What was read ahead is thrown away."""
         split_index = self._source.new_split()
+        if self._torch_loader is not None and self._torch_loader.num_workers and not self._processes:
+            self._processes = _processes_of(iter(self._torch_loader))  # there are no requests yet
         self._plan = _plan(self._pass, cursor, rank, size)
         self._requests.restart(split_index, cursor, rank, size)
         if self._torch_loader is None:
             self._fetched = map(self._source.read, self._requests)
         else:
-            self._fetched = iter(self._torch_loader)
+            with self._watched():
+                self._fetched = iter(self._torch_loader)
 
     def next(self) -> Fetched | None:
         """The next micro-batch; None at the end of the pass."""
@@ -112,7 +124,8 @@ class Loader:
         piece = next(self._plan, None)
         if piece is None:
             return None
-        data, ids = next(self._fetched) if piece.hi > piece.lo else (None, _NO_IDS)
+        with self._watched():
+            data, ids = next(self._fetched) if piece.hi > piece.lo else (None, _NO_IDS)
         assert len(ids) == piece.hi - piece.lo, f"{piece} came with {len(ids)} ids"
         return Fetched(data, ids, piece.batch, piece.lo, piece.hi, piece.micro, self._pass.accumulate)
 
@@ -122,9 +135,83 @@ class Loader:
         self._plan, self._fetched = iter(()), iter(())
         if self._torch_loader is not None:
             iterator, self._torch_loader = self._torch_loader._iterator, None
-            if iterator is not None:
+            if iterator is None:
+                return
+            try:
+                self._raise_if_one_ended()
                 # What the iterator does when it is collected. A traceback may hold on to it for long.
                 iterator._shutdown_workers()  # type: ignore[attr-defined]
+            except DataUnusable:
+                # One that was killed may have held a lock, for which torch's way to end them would wait for ever.
+                iterator._shutdown = True  # type: ignore[attr-defined]
+                for process in self._processes:
+                    process.kill()
+                    process.join()
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """DataUnusable when a loader process has ended, before or inside."""
+        if not self._processes:
+            yield
+            return
+        try:
+            with _on_end_of_a_child(self._wake_if_one_ended):
+                self._wake_if_one_ended()
+                yield
+        except (_LoaderEnded, RuntimeError, OSError, EOFError):
+            # Its sockets close before it is dead, and its sentinel closes with them.
+            dying = wait([process.sentinel for process in self._processes], timeout=_DYING_S)
+            for process in self._processes:
+                if process.sentinel in dying:
+                    process.join()
+            self._raise_if_one_ended()
+            raise
+
+    def _wake_if_one_ended(self) -> None:
+        if any(process.exitcode is not None for process in self._processes):
+            raise _LoaderEnded
+
+    def _raise_if_one_ended(self) -> None:
+        for process in self._processes:
+            if (code := process.exitcode) is not None:
+                how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+                raise DataUnusable(
+                    f"pass {self._pass.index}: loader process {process.pid} ended with {how}; if memory or /dev/shm "
+                    "ran out, lower num_workers, prefetch_factor or the batch"
+                )
+
+
+class _LoaderEnded(BaseException):
+    """Not an Exception: torch catches those, and then waits for a lock that a killed process may have held."""
+
+
+def _processes_of(iterator: Any) -> list[BaseProcess]:
+    """The loader processes. torch no longer watches over them: its handler of SIGCHLD would raise wherever the thread
+    is, in the middle of a commit too."""
+    _remove_worker_pids(id(iterator))
+    iterator._worker_pids_set = False
+    return list(iterator._workers)
+
+
+@contextmanager
+def _on_end_of_a_child(call: Callable[[], None]) -> Iterator[None]:
+    """Inside, `call` when a child process ends. Other threads than the main one cannot ask for that, and find out when
+    torch looks for itself, every five seconds."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handler(signum: int, frame: FrameType | None) -> None:
+        if callable(before):
+            before(signum, frame)
+        call()
+
+    before = signal.getsignal(signal.SIGCHLD)
+    signal.signal(signal.SIGCHLD, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 @dataclass(frozen=True)
@@ -157,12 +244,14 @@ class _Requests:
 
     def __init__(self, pass_: Pass) -> None:
         self._pass = pass_
-        self._from = (0, Cursor(), 0, 1)
+        self._from: tuple[int, Cursor, int, int] | None = None
 
     def restart(self, split_index: int, cursor: Cursor, rank: int, size: int) -> None:
         self._from = (split_index, cursor, rank, size)
 
     def __iter__(self) -> Iterator[_Request]:
+        if self._from is None:
+            return
         split_index, cursor, rank, size = self._from
         for piece in _plan(self._pass, cursor, rank, size):
             if piece.hi > piece.lo:
@@ -177,6 +266,7 @@ class _Source(Dataset[Any]):
         _check_readable(dataset, pass_)
         self._pass = pass_
         self._dataset, self._to_index = _without_subsets(dataset)
+        self._read_many: Callable[[list[int]], list[Any]] | None = getattr(self._dataset, "__getitems__", None)
         self._collate = collate_fn or default_collate
         self._tensors: Sequence[torch.Tensor] | None = None
         if type(self._dataset) is TensorDataset and collate_fn is None:
@@ -205,17 +295,30 @@ class _Source(Dataset[Any]):
             return self._read_samples(request, indices)
 
     def _read_samples(self, request: _Request, indices: Ids) -> tuple[Any, Ids]:
-        read_many = getattr(self._dataset, "__getitems__", None)
-        if read_many:
-            self._seed(request.epoch, int(request.ids[0]))
-            return self._collate(read_many(indices.tolist())), request.ids
-        samples = []
-        for sample_id, index in zip(request.ids.tolist(), indices.tolist(), strict=True):
-            if self._stale(request):
-                return None, _NO_IDS
-            self._seed(request.epoch, sample_id)
-            samples.append(self._dataset[index])
+        samples = self._read_at_once(request, indices)
+        if samples is None:
+            samples = []
+            for sample_id, index in zip(request.ids.tolist(), indices.tolist(), strict=True):
+                if self._stale(request):
+                    return None, _NO_IDS
+                self._seed(request.epoch, sample_id)
+                samples.append(self._dataset[index])
         return self._collate(samples), request.ids
+
+    def _read_at_once(self, request: _Request, indices: Ids) -> list[Any] | None:
+        """By the data set's own way to read many; None where it has none, or draws random numbers as it reads: those
+        must be each sample's own, whichever others it is read with."""
+        if self._read_many is None:
+            return None
+        seeded_by = request.epoch, int(request.ids[0])
+        self._seed(*seeded_by)
+        samples = self._read_many(indices.tolist())
+        drawn_after = _draw()
+        self._seed(*seeded_by)
+        if drawn_after == _draw():
+            return samples
+        self._read_many = None
+        return None
 
     def _seed(self, epoch: int, sample_id: int) -> None:
         seed = self._pass.sample_seed(epoch, sample_id)
@@ -247,14 +350,19 @@ def _check_readable(dataset: Dataset[Any], pass_: Pass) -> None:
 
 
 def _without_subsets(dataset: Dataset[Any]) -> tuple[Dataset[Any], Ids | None]:
-    """The data set under plain Subsets, and the index there of each id. A Subset reads many samples in one call, and
-    then they could not be seeded each for itself."""
+    """The data set under plain Subsets, and the index there of each id: tensors that were split are still indexed at
+    once."""
     to_index: Ids | None = None
     while type(dataset) is Subset:
         indices = np.asarray(dataset.indices, dtype=np.int64)
         to_index = indices if to_index is None else indices[to_index]
         dataset = dataset.dataset
     return dataset, to_index
+
+
+def _draw() -> tuple[float, float, float]:
+    """The next number of each source of randomness."""
+    return random.random(), np.random.random_sample(), torch.rand((), dtype=torch.float64).item()
 
 
 @contextmanager

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +17,6 @@ import numpy.typing as npt
 from shoal.errors import DataUnusable
 
 Ids = npt.NDArray[np.int64]
-Loss = Literal["mean", "sum"]
 
 
 @dataclass(frozen=True)
@@ -165,32 +163,6 @@ def _part(lo: int, hi: int, index: int, parts: int) -> tuple[int, int]:
     base, rem = divmod(hi - lo, parts)
     start = lo + index * base + min(index, rem)
     return start, start + base + (index < rem)
-
-
-def steps_total(pass_: Pass, size: int) -> int:
-    """Steps of the whole pass, if there are `size` workers all along."""
-    return pass_.epochs * _steps_of(pass_, pass_.num_samples, size)
-
-
-def steps_left(pass_: Pass, cursor: Cursor, size: int) -> int:
-    """Steps from the cursor to the end of the pass, if there are `size` workers from here on."""
-    if cursor.pass_index > pass_.index:
-        return 0
-    if cursor.pass_index < pass_.index:
-        return steps_total(pass_, size)
-    whole_epochs = pass_.epochs - cursor.epoch - 1
-    here = _steps_of(pass_, pass_.num_samples - cursor.position, size)
-    return here + whole_epochs * _steps_of(pass_, pass_.num_samples, size)
-
-
-def _steps_of(pass_: Pass, num_samples: int, size: int) -> int:
-    step_samples = pass_.step_samples(size)
-    return num_samples // step_samples if pass_.drop_last else -(-num_samples // step_samples)
-
-
-def weight(lo: int, hi: int, batch: GlobalBatch, loss: Loss) -> float:
-    """What a micro-batch's gradient counts, so that the weighted sum over all of them is the whole batch's gradient."""
-    return (hi - lo) / (batch.hi - batch.lo) if loss == "mean" else 1.0
 
 
 # Two: the epoch that is trained and the one that is prefetched.

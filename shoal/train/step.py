@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from shoal import errors
-from shoal.data.audit import AuditWriter, digest
+from shoal.data.audit import AuditWriter, Fed, digest
 from shoal.data.ledger import Cursor, Pass, advance, split, take
 from shoal.metrics import fault_point
 from shoal.sync.group import Group
@@ -149,10 +149,11 @@ class Stepper:
             placed = {"text_place": self._placed[0], "text_bytes": self._placed[1]}
             self._records.write(group.seq + 1, replace(record, **placed))
         # An empty entry: an attempt at a step with the same number, in an earlier generation, was not committed.
-        self._audit.fed(
-            group.generation.number, group.seq + 1, record.pass_index, record.epoch,
-            record.position, record.position, record.position, record.position, digest([]), skipped=False,
-        )  # fmt: skip
+        at = record.position
+        self._audit.write(Fed(
+            generation=group.generation.number, seq=group.seq + 1, pass_index=record.pass_index, epoch=record.epoch,
+            step_lo=at, step_hi=at, lo=at, hi=at, ids_digest=digest([]), skipped=False,
+        ))  # fmt: skip
         planned = group.commit()
         self._sync.settle(group)
         return planned
@@ -191,10 +192,11 @@ class Stepper:
 
     def _write_audit(self, group: Group, pass_: Pass, attempt: Attempt, skipped: bool) -> None:
         batch = attempt.batch
-        self._audit.fed(
-            group.generation.number, group.seq + 1, pass_.index, batch.epoch, batch.lo, batch.hi,
-            attempt.lo, attempt.hi, digest(attempt.ids), skipped,
-        )  # fmt: skip
+        self._audit.write(Fed(
+            generation=group.generation.number, seq=group.seq + 1, pass_index=pass_.index, epoch=batch.epoch,
+            step_lo=batch.lo, step_hi=batch.hi, lo=attempt.lo, hi=attempt.hi,
+            ids_digest=digest(attempt.ids), skipped=skipped,
+        ))  # fmt: skip
 
 
 def _last_change(group: Group, record: Record, after: Cursor) -> tuple[int, int]:

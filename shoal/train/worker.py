@@ -504,6 +504,8 @@ class Worker:
         self._client.failed(kind, str(problem), "".join(traceback.format_exception(problem)))
 
     def close(self) -> None:
+        if self._stepper is not None:
+            self._audit.close()
         self._client.close()
 
 

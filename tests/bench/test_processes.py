@@ -66,7 +66,10 @@ def test_workers_that_are_slow_in_turns_would_lose_that_time_in_lockstep() -> No
 
 
 def test_a_group_burns_no_cpu_while_another_has_its_turn() -> None:
-    idle, busy = ProcessGroup("tests.bench.planted_bodies:digest", WORK), ProcessGroup("tests.bench.planted_bodies:digest", WORK)
+    idle, busy = (
+        ProcessGroup("tests.bench.planted_bodies:digest", WORK),
+        ProcessGroup("tests.bench.planted_bodies:digest", WORK),
+    )
     try:
         idle.start(1, 1)
         busy.start(1, 1)

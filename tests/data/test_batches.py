@@ -276,22 +276,70 @@ def test_a_kind_of_tensor_data_set_with_its_own_reading_is_read_its_own_way() ->
     assert fetched.data.tolist() == (fetched.ids * 2).tolist()
 
 
-def test_augmentation_under_a_subset_is_still_a_function_of_the_sample() -> None:
+class Many(Augmented):
+    """Reads many at once, with random draws for the indices that `draws_for` says."""
+
+    def __init__(self, draws_for: Callable[[int], bool]) -> None:
+        self.draws_for = draws_for
+        self.reads_of_many = 0
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index) if self.draws_for(index) else (index, torch.zeros(3, dtype=torch.float64))
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        self.reads_of_many += 1
+        return [self[index] for index in indices]
+
+
+class PlainSubset(Subset[Any]):
+    """Another type than torch's, which is not looked through."""
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Many(lambda index: True),
+        lambda: Many(lambda index: index % 4 == 0),
+        lambda: Subset(Augmented(), range(20)),
+        lambda: Subset(Many(lambda index: True), range(20)),
+        lambda: PlainSubset(Augmented(), range(20)),
+    ],
+)
+def test_augmentation_by_a_data_set_that_reads_many_at_once_is_a_function_of_the_sample_for_1_2_and_3_workers(
+    make: Callable[[], Dataset[Any]], num_workers: int
+) -> None:
     def draws(size: int) -> dict[tuple[int, int], list[float]]:
-        loader = Loader(Subset(Augmented(), range(3, 18)), replace(PASS, num_samples=15))
         found: dict[tuple[int, int], list[float]] = {}
         for rank in range(size):
-            loader.start(Cursor(), rank, size)
-            found |= draws_by_sample(rest_of(loader))
+            with loader_over(make(), num_workers=num_workers) as loader:
+                loader.start(Cursor(), rank, size)
+                found |= draws_by_sample(rest_of(loader))
         return found
 
-    assert draws(1) == draws(3)
-    assert {index for _, index in draws(1)} == set(range(3, 18))
+    alone = draws(1)
+    assert len({tuple(values) for values in alone.values()} - {(0, 0, 0)}) in (40, 10)
+    assert alone == draws(2) == draws(3)
+
+
+def test_a_data_set_that_draws_random_numbers_is_asked_for_many_only_once() -> None:
+    dataset = Many(lambda index: True)
+    loader = Loader(dataset, PASS)
+    loader.start(Cursor(), 0, 1)
+    assert len(rest_of(loader)) == 8
+    assert dataset.reads_of_many == 1
+
+
+def test_samples_of_a_subset_keep_their_places() -> None:
+    loader = Loader(Subset(Augmented(), range(3, 18)), replace(PASS, num_samples=15))
+    loader.start(Cursor(), 0, 1)
+    for fetched in rest_of(loader):
+        assert fetched.data[0].tolist() == (fetched.ids + 3).tolist()
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_data_set_that_reads_many_at_once_is_asked_so_and_the_users_collate_is_used(num_workers: int) -> None:
-    class Many(Numbers):
+    class OnlyMany(Numbers):
         def __getitem__(self, index: int) -> Any:
             raise AssertionError("one at a time")
 
@@ -299,10 +347,60 @@ def test_a_data_set_that_reads_many_at_once_is_asked_so_and_the_users_collate_is
             assert all(type(index) is int for index in indices)
             return [index * 10 for index in indices]
 
-    with loader_over(Many(), num_workers=num_workers, collate_fn=tuple) as loader:
+    with loader_over(OnlyMany(), num_workers=num_workers, collate_fn=tuple) as loader:
         loader.start(Cursor(), 0, 1)
         for fetched in rest_of(loader):
             assert fetched.data == tuple((fetched.ids * 10).tolist())
+
+
+class Deadly(Numbers):
+    """Reading sample 7 ends the process that reads it."""
+
+    def __init__(self, die: Callable[[], Any]) -> None:
+        self.die = die
+
+    def __getitem__(self, index: int) -> Any:
+        return self.die() if index == 7 else index
+
+
+def die_with_torchs_lock() -> None:
+    frame = sys._getframe()
+    while "done_event" not in frame.f_locals:
+        assert frame.f_back is not None
+        frame = frame.f_back
+    frame.f_locals["done_event"]._cond.acquire()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("die", "how"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "SIGKILL"),
+        (die_with_torchs_lock, "SIGKILL"),
+        (lambda: os.kill(os.getpid(), signal.SIGBUS), "SIGBUS"),
+        (lambda: os._exit(3), "exit code 3"),
+    ],
+)
+def test_a_loader_process_that_ends_is_an_error_that_says_how(die: Callable[[], Any], how: str) -> None:
+    with loader_over(Deadly(die), num_workers=2) as loader:
+        loader.start(Cursor(), 0, 1)
+        with pytest.raises(DataUnusable, match=rf"pass 0: loader process \d+ ended with {how}; if memory"):
+            rest_of(loader)
+
+
+@pytest.mark.parametrize("then", [lambda loader: loader.next(), lambda loader: loader.start(Cursor(), 0, 2)])
+def test_a_loader_process_killed_while_nobody_waits_for_it_is_an_error_in_the_next_call(
+    then: Callable[[Loader], Any],
+) -> None:
+    with loader_over(Numbers(), num_workers=2) as loader:
+        loader.start(Cursor(), 0, 1)
+        fetched = loader.next()
+        assert fetched is not None
+        pid = int(fetched.data[1][0])
+        # torch would raise in here, as it would in the middle of a commit.
+        assert exits_within([pid], lambda: os.kill(pid, signal.SIGKILL), timeout_s=20)
+        with pytest.raises(DataUnusable, match=f"loader process {pid} ended with SIGKILL"):
+            then(loader)
 
 
 class Stream(IterableDataset[int]):
@@ -408,6 +506,7 @@ def test_loader_processes_vanish_when_their_worker_is_killed() -> None:
         (lambda: Loader(Stream(), PASS), DataUnusable, "Stream cannot be read by index"),
         (lambda: Loader(Numbers(), PASS, num_workers=-1), SettingsContradict, "num_workers is -1; ask for 0"),
         (lambda: Loader(Numbers(), PASS, prefetch_factor=2), SettingsContradict, "prefetch_factor=2 needs loader"),
+        (lambda: Loader(Numbers(), PASS, num_workers=1, prefetch_factor=0), SettingsContradict, "ask for 1 or more"),
     ],
 )
 def test_what_cannot_be_read_is_refused(make: Callable[[], Loader], error: type[Exception], text: str) -> None:

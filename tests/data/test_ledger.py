@@ -105,35 +105,6 @@ def test_shares_and_micro_batches_tile_the_batch_in_order(lo: int, count: int, s
     assert max(hi - lo for lo, hi in shares) - min(hi - lo for lo, hi in shares) <= 1
 
 
-@given(st.integers(1, 50), st.integers(1, 9), st.integers(1, 4))
-def test_weights_of_a_mean_sum_to_one_and_give_the_gradient_of_the_whole_batch(
-    count: int, size: int, accumulate: int
-) -> None:
-    batch = GlobalBatch(0, 3, 3 + count)
-    gradients = np.random.RandomState(0).randn(60)
-    shares = (ledger.split(batch, rank, size) for rank in range(size))
-    cuts = [cut for share in shares for cut in ledger.micro(*share, accumulate)]
-    assert sum(ledger.weight(lo, hi, batch, "mean") for lo, hi in cuts) == pytest.approx(1)
-    mean = sum(ledger.weight(lo, hi, batch, "mean") * gradients[lo:hi].mean() for lo, hi in cuts if hi > lo)
-    assert mean == pytest.approx(gradients[batch.lo : batch.hi].mean())
-    total = sum(ledger.weight(lo, hi, batch, "sum") * gradients[lo:hi].sum() for lo, hi in cuts)
-    assert total == pytest.approx(gradients[batch.lo : batch.hi].sum())
-
-
-@given(passes(), SIZES, st.integers(1, 8))
-def test_steps_left_is_what_is_really_trained(pass_: Pass, sizes: list[int], size: int) -> None:
-    cursor = Cursor()
-    for batch, _ in train(pass_, sizes)[: len(sizes)]:
-        cursor = ledger.advance(cursor, batch)
-    left = ledger.steps_left(pass_, cursor, size)
-    while (next_batch := ledger.take(pass_, cursor, size)) is not None:
-        left -= 1
-        cursor = ledger.advance(cursor, next_batch)
-    assert left == 0
-    assert ledger.complete(pass_, cursor, size)
-    assert ledger.steps_total(pass_, size) == len(train(pass_, [size])) == ledger.steps_left(pass_, Cursor(), size)
-
-
 def test_a_step_done_again_with_fewer_workers_takes_the_same_samples() -> None:
     pass_, cursor = make_pass(), Cursor(position=4, step=1, samples=4)
     assert ledger.take(pass_, cursor, 3) == ledger.take(pass_, cursor, 2) == GlobalBatch(0, 4, 8)
