@@ -41,6 +41,7 @@ class Generation:
     leavers: tuple[Member, ...] = ()
     fault: bool = False
     paused: bool = False
+    finishing: bool = False  # some worker's script has come to its end
 
     def rank(self, worker_id: str) -> int | None:
         return next((rank for rank, member in enumerate(self.members) if member.worker_id == worker_id), None)
@@ -424,7 +425,7 @@ def settle(membership: Membership) -> Outcome:
         return membership, []
     members = membership.in_state(State.MEMBER)
     room = membership.max_size - len(members)
-    if membership.finishing and membership.newest is not None and not membership.in_state(State.MEMBER, State.LEAVING):
+    if membership.finishing and membership.newest is not None:
         for late in membership.in_state(State.JOINING, State.WARM):
             membership, leaving = on_leave(membership, late.worker_id, "the job is over")
             instructions += leaving
@@ -443,6 +444,7 @@ def settle(membership: Membership) -> Outcome:
         leavers=tuple(worker.member for worker in leavers),
         fault=membership.fault,
         paused=len(members) < membership.min_size and not membership.finishing,
+        finishing=membership.finishing,
     )
     publish = Publish(generation, ", ".join(membership.causes))
     membership = replace(

@@ -77,6 +77,7 @@ def to_wire(generation: Generation) -> Any:
             "leavers": listed(generation.leavers),
             "fault": generation.fault,
             "paused": generation.paused,
+            "finishing": generation.finishing,
         }
     )
 
@@ -85,7 +86,8 @@ def from_wire(body: Any) -> Generation:
     def listed(members: Any) -> tuple[Member, ...]:
         return tuple(Member(member.worker_id, member.slot, member.host) for member in members)
 
-    return Generation(body.number, listed(body.members), listed(body.leavers), body.fault, body.paused)
+    members, leavers = listed(body.members), listed(body.leavers)
+    return Generation(body.number, members, leavers, body.fault, body.paused, body.finishing)
 
 
 def credentials(token: str) -> tuple[tuple[str, str], ...]:

@@ -407,10 +407,12 @@ class Worker:
         self._asked_in = True
         self._client.ready()
         assert self._stepper is not None
-        if not self._enter(above=0):
+        self._stepper.fresh = True
+        if self._enter(above=0):
+            self._stepper.fresh = False
+        else:
             # Hyperparameters and schedulers as they were in the newest step; then what its commit did to everybody's.
             self._replica.take_text(self._records.text(self._record.text_place, self._record.text_bytes))
-            self._stepper.fresh = True
             if self._record.step:
                 self._step_schedulers(self._each_step)
                 if self._epoch_ended(pass_):
@@ -440,6 +442,9 @@ class Worker:
         while True:
             self._group = group = self._parking.enter(above)
             above = group.generation.number
+            if self._stepper.fresh and group.seq and group.generation.finishing:
+                self._client.leave()  # let in by the last step of the others: there is nothing to do for a newcomer
+                continue
             if self._placement is not None:
                 self._placement.apply(group)
             self._sync.enter(group)

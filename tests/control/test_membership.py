@@ -210,6 +210,16 @@ def test_who_comes_after_the_last_has_finished_is_sent_home() -> None:
     assert script.take(Bye) == [Bye("late")]
 
 
+def test_nobody_becomes_a_member_once_a_script_has_come_to_its_end() -> None:
+    script = running("w0", "w1")
+    script.feed(m.on_finished(script.membership, "w0"))
+    script.come("late")
+    generation = script.settle()
+    assert generation is not None
+    assert (ids(generation.members), ids(generation.leavers), generation.finishing) == (["w1"], ["w0"], True)
+    assert script.take(Bye) == [Bye("late")]
+
+
 def test_a_worker_that_returns_because_it_was_drained_does_not_end_the_job() -> None:
     script = running("w0", "w1")
     script.feed(m.on_leave(script.membership, "w1"))

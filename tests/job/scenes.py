@@ -59,6 +59,16 @@ def breaks(worker: shoal.Worker) -> None:
                 break
 
 
+def stops(worker: shoal.Worker) -> None:
+    """Trains for six steps of many."""
+    net = model(Case(""))
+    worker.attach(net, torch.optim.SGD(net.parameters(), lr=0.01))
+    for batch in worker.batches(data(Case("")), global_batch=24, epochs=100):
+        worker.step(loss_of(net, batch))
+        if worker.steps >= 6:
+            break
+
+
 def poisoned(worker: shoal.Worker) -> None:
     """The loss of one step is not a number."""
     net = model(Case(""))

@@ -128,6 +128,18 @@ def test_newcomers_follow_members_that_have_left_a_pass_early(tmp_path: Path) ->
     assert len(result.digests) == 6
 
 
+def test_a_newcomer_let_in_by_the_last_step_does_not_train_on_alone(tmp_path: Path) -> None:
+    # While step 6 is held up the newcomer gets warm, and is a member from the commit of that step on.
+    plan = FaultPlan().join(at_step=3).slow("w0", step=6, during="forward", seconds=2.0)
+    result = job(tmp_path, "stops", plan=plan, workers="2:3").run()
+    assert result.exit_code == 0, result.output
+    assert any("w2" in event["members"] for event in result.of("generation")), result.events
+    assert result.steps == 6
+    assert set(result.digests) == {"w0", "w1"}
+    assert len(set(result.digests.values())) == 1
+    assert not result.of("lost")
+
+
 def test_workers_whose_models_differ_end_the_job_with_one_line(tmp_path: Path) -> None:
     result = job(tmp_path, "shapes").run()
     assert result.exit_code == 2
