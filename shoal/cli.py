@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
@@ -28,6 +28,7 @@ from rich.table import Table
 
 from shoal import __version__, errors
 from shoal.control import client, rundir
+from shoal.control.environment import WorkerEnvironment
 from shoal.control.membership import counted
 from shoal.control.rundir import Committed, RunDir
 from shoal.control.timeouts import Timeouts
@@ -170,10 +171,14 @@ def run(
         run_dir.logs,
         memory_limit_bytes=memory_bytes,
     )
-    env = {"SHOAL_THREADS": str(threads or 0), "SHOAL_PIN": str(int(pin))}
-    if "SHOAL_FAULTS" in os.environ:
-        env["SHOAL_FAULTS"] = os.path.abspath(os.environ["SHOAL_FAULTS"])
-    return _run_job(run_dir, size, timeouts, relaunch, on_error, env, Screen(quiet), make_launcher)
+    inherited = WorkerEnvironment.from_env(os.environ)
+    environment = WorkerEnvironment(
+        threads=threads or 0,
+        pin=pin,
+        plugin=inherited.plugin,
+        faults=inherited.faults and os.path.abspath(inherited.faults),
+    )
+    return _run_job(run_dir, size, timeouts, relaunch, on_error, environment, Screen(quiet), make_launcher)
 
 
 def _run_job(
@@ -182,7 +187,7 @@ def _run_job(
     timeouts: Timeouts,
     relaunch: Relaunch,
     on_error: OnErrorChoice,
-    env: Mapping[str, str],
+    environment: WorkerEnvironment,
     screen: Screen,
     make_launcher: functools.partial[LocalLauncher],
 ) -> int:
@@ -190,7 +195,7 @@ def _run_job(
     began = time.monotonic()
 
     async def go() -> Ending:
-        job = Job(run_dir, size, timeouts, relaunch, on_error.value, env, screen)
+        job = Job(run_dir, size, timeouts, relaunch, on_error.value, environment, screen)
         return await job.run(make_launcher)
 
     ending = asyncio.run(go())

@@ -29,12 +29,13 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from shoal import errors
+from shoal.control.environment import WorkerEnvironment
 from shoal.launch.launcher import Exit
 from shoal.process import die_with
 
@@ -237,7 +238,7 @@ def _become(request: Request, channel: int) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     faulthandler.enable(all_threads=False)
-    os.environ.update(request.env, SHOAL_CHANNEL_FD=str(channel))
+    os.environ.update(replace(WorkerEnvironment.from_env(request.env), channel_fd=channel).to_env())
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # or every worker would draw the server's numbers
     sys.argv = [request.script, *request.args]

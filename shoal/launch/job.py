@@ -11,14 +11,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from shoal import errors
 from shoal.control import client
 from shoal.control.coordinator import OnError
+from shoal.control.environment import WorkerEnvironment
 from shoal.control.membership import MAX_SLOTS, REFUSABLE
 from shoal.control.rundir import RunDir
 from shoal.control.timeouts import Timeouts
@@ -147,12 +148,12 @@ class Job:
         timeouts: Timeouts,
         relaunch: Relaunch,
         on_error: OnError,
-        env: Mapping[str, str],
+        environment: WorkerEnvironment,
         screen: Screen,
     ) -> None:
         self._run_dir, self._size, self._timeouts = run_dir, size, timeouts
         self._relaunch, self._on_error = relaunch, on_error
-        self._env = dict(env)
+        self._environment = environment
         self._screen = screen
         self._host = socket.gethostname()
         self._finishing = False
@@ -200,12 +201,13 @@ class Job:
             return self._end(Ending(error=error), grace_s=0.0)
         if self._ending is not None:
             return
-        self._env |= {
-            "SHOAL_DIR": str(self._run_dir.path),
-            "SHOAL_ADDRESS": address,
-            "SHOAL_HOST": self._host,
-            "SHOAL_BUDGET_S": str(self._timeouts.budget_s),
-        }
+        self._environment = replace(
+            self._environment,
+            dir=str(self._run_dir.path),
+            address=address,
+            host=self._host,
+            budget_s=self._timeouts.budget_s,
+        )
         self._link = client.LauncherClient(
             address,
             self._run_dir.token(),
@@ -315,7 +317,7 @@ class Job:
         self._next_number += 1
         self._relaunch = self._relaunch.on_start(worker_id, time.monotonic())
         try:
-            pid = await self._launcher.start(worker_id, self._env)
+            pid = await self._launcher.start(replace(self._environment, worker_id=worker_id))
         except errors.ShoalError as error:
             self._screen.say(f"{worker_id} was not started: {error}")
             return self._on_exit(Exit(worker_id))
@@ -396,7 +398,7 @@ class Job:
             return
         self._screen.say(f"{name}: workers finish their step and leave; once more to kill them")
         if self._link is not None:
-            address, token = self._env["SHOAL_ADDRESS"], self._run_dir.token()
+            address, token = self._environment.address, self._run_dir.token()
             self._spawn(asyncio.to_thread(self._tell_stop, address, token, f"{name} at the launcher"))
         self._end(Ending(reason=name, signum=signum), self._timeouts.drain_s)
 

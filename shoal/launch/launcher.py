@@ -7,10 +7,11 @@ and the policy by which lost workers are replaced (`launch/relaunch.py`) stay as
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from shoal import errors
+from shoal.control.environment import WorkerEnvironment
 from shoal.control.rundir import Committed
 
 
@@ -84,9 +85,9 @@ class Launcher(ABC):
         """Make ready to start workers. Fails with a ShoalError that says why it cannot."""
 
     @abstractmethod
-    async def start(self, worker_id: str, env: Mapping[str, str]) -> int:
-        """Start a worker that nobody has started before, with `env` added to its environment; its pid, for people to
-        read. Fails with a ShoalError if the machine refuses."""
+    async def start(self, environment: WorkerEnvironment) -> int:
+        """Start the worker of that name, which nobody has started before; its pid, for people to read. Fails with a
+        ShoalError if the machine refuses."""
 
     @abstractmethod
     def signal(self, worker_id: str, signum: int) -> None:

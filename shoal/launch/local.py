@@ -9,12 +9,13 @@ import os
 import select
 import signal
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from shoal import errors
+from shoal.control.environment import WorkerEnvironment
 from shoal.control.rundir import Committed, finite
 from shoal.launch.forkserver import PACKET_BYTES, ForkServer, Request
 from shoal.launch.launcher import Evidence, Exit, Failure, Launcher
@@ -133,14 +134,15 @@ class LocalLauncher(Launcher):
         self._server = ForkServer(log, self._on_reaped, self.on_lost)
         await self._server.ready()
 
-    async def start(self, worker_id: str, env: Mapping[str, str]) -> int:
+    async def start(self, environment: WorkerEnvironment) -> int:
         assert self._server is not None, "open() comes first"
+        worker_id = environment.worker_id
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         request = Request(
             worker_id=worker_id,
             script=str(self._script),
             args=self._args,
-            env={**env, "SHOAL_WORKER_ID": worker_id},
+            env=environment.to_env(),
             log=str(self._logs / f"{worker_id}.log"),
         )
         try:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from shoal import errors, metrics
+from shoal.control.environment import WorkerEnvironment
 from shoal.control.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -114,8 +115,9 @@ def _check_point(point: str) -> None:
 
 def install(worker: Worker) -> None:
     """Arm this worker with the plan that the environment names; the launcher's environment reaches every worker."""
-    plan = FaultPlan.from_json(Path(os.environ["SHOAL_FAULTS"]).read_text())
-    metrics.arm(_Armed(worker, plan, RunDir(Path(os.environ["SHOAL_DIR"])).faults).at)
+    environment = WorkerEnvironment.from_env(os.environ)
+    plan = FaultPlan.from_json(Path(environment.faults).read_text())
+    metrics.arm(_Armed(worker, plan, RunDir(Path(environment.dir)).faults).at)
 
 
 class _Armed:

@@ -14,6 +14,7 @@ from typing import Any
 
 from shoal import errors
 from shoal.control import client
+from shoal.control.environment import WorkerEnvironment
 from shoal.control.rundir import Committed, RunDir
 from shoal.data.audit import AuditReport, audit
 from shoal.metrics import read_events
@@ -71,7 +72,7 @@ class LocalJob:
             self.directory.parent.mkdir(parents=True, exist_ok=True)
             path = self.directory.with_name(self.directory.name + ".plan.json")
             path.write_text(self._plan.to_json())
-            env.update(SHOAL_PLUGIN="shoal.testing.faults:install", SHOAL_FAULTS=str(path.absolute()))
+            env |= WorkerEnvironment(plugin="shoal.testing.faults:install", faults=str(path.absolute())).to_env()
         self._process = subprocess.Popen(
             self._command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )

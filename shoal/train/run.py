@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 
 from shoal import errors
+from shoal.control.environment import WorkerEnvironment
 from shoal.control.rundir import Committed, RunDir, create_default, finite
 from shoal.control.timeouts import Timeouts
 from shoal.sync.memory import Channel, OwnMemory, keep_freed_memory
@@ -22,46 +23,45 @@ def run(main: Callable[[Worker], None]) -> None:
     a coordinator of its own."""
     keep_freed_memory()
     try:
-        if "SHOAL_WORKER_ID" in os.environ:
-            _run_launched(main)
+        environment = WorkerEnvironment.from_env(os.environ)
+        if environment.worker_id:
+            _run_launched(main, environment)
         else:
-            _run_alone(main)
+            _run_alone(main, environment)
     except Leave:
         sys.exit(0)
 
 
-def _run_launched(main: Callable[[Worker], None]) -> None:
-    env = os.environ
-    channel = socket.socket(fileno=os.dup(int(env["SHOAL_CHANNEL_FD"])))
+def _run_launched(main: Callable[[Worker], None], environment: WorkerEnvironment) -> None:
+    channel = socket.socket(fileno=os.dup(environment.channel_fd))
     channel.set_inheritable(False)
-    placement = Placement(int(env.get("SHOAL_THREADS", "0")), env.get("SHOAL_PIN", "1") == "1")
     worker = Worker(
-        env["SHOAL_WORKER_ID"],
-        env["SHOAL_HOST"],
-        RunDir.open(env["SHOAL_DIR"]),
-        env["SHOAL_ADDRESS"],
+        environment.worker_id,
+        environment.host,
+        RunDir.open(environment.dir),
+        environment.address,
         Channel(channel),
-        Timeouts(float(env["SHOAL_BUDGET_S"])),
-        placement,
+        Timeouts(environment.budget_s),
+        Placement(environment.threads, environment.pin),
     )
-    _live(worker, main)
+    _live(worker, main, environment.plugin)
 
 
-def _run_alone(main: Callable[[Worker], None]) -> None:
+def _run_alone(main: Callable[[Worker], None], environment: WorkerEnvironment) -> None:
     from shoal.control.coordinator import EmbeddedCoordinator
     from shoal.control.membership import found
 
     try:
         script = sys.argv[0] or "python"
         settings = {"script": script, "workers": 1}
-        path = os.environ.get("SHOAL_DIR")
-        run_dir = RunDir.create(path, settings) if path else create_default(script, settings)
+        given = environment.dir
+        run_dir = RunDir.create(given, settings) if given else create_default(script, settings)
         print(f"shoal: one worker, run directory {run_dir.path}", file=sys.stderr)
         coordinator = EmbeddedCoordinator(run_dir, found(1, 1, 1))
         address = coordinator.start()
         worker = Worker("w0", socket.gethostname(), run_dir, address, OwnMemory(), Timeouts(), None)
         try:
-            _live(worker, main)
+            _live(worker, main, environment.plugin)
         finally:
             coordinator.stop()
             at = worker.progress()
@@ -74,8 +74,8 @@ def _run_alone(main: Callable[[Worker], None]) -> None:
         sys.exit(2)
 
 
-def _live(worker: Worker, main: Callable[[Worker], None]) -> None:
-    if (plugin := os.environ.get("SHOAL_PLUGIN")) is not None:  # "module:function", called with the worker
+def _live(worker: Worker, main: Callable[[Worker], None], plugin: str) -> None:
+    if plugin:
         module, function = plugin.split(":")
         getattr(importlib.import_module(module), function)(worker)
     signal.signal(signal.SIGTERM, worker.on_sigterm)

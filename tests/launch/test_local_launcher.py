@@ -8,13 +8,14 @@ import os
 import signal
 import sys
 import textwrap
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
 from shoal import errors
+from shoal.control.environment import WorkerEnvironment
 from shoal.launch.launcher import Exit, Failure
 from shoal.launch.local import HeldMemory, LocalLauncher
 
@@ -24,9 +25,8 @@ DEADLINE_S = 60.0
 class Watched:
     """A launcher whose callbacks can be awaited."""
 
-    def __init__(self, directory: Path, script: str, env: Mapping[str, str], memory_limit_bytes: int | None) -> None:
+    def __init__(self, directory: Path, script: str, memory_limit_bytes: int | None) -> None:
         self.directory = directory
-        self.env = env
         path = directory / "script.py"
         path.write_text(textwrap.dedent(script))
         self.failures: list[Failure] = []
@@ -43,7 +43,7 @@ class Watched:
         )
 
     async def start(self, worker_id: str) -> int:
-        return await self.launcher.start(worker_id, self.env)
+        return await self.launcher.start(WorkerEnvironment(worker_id=worker_id))
 
     def _exit(self, worker_id: str) -> asyncio.Future[Exit]:
         return self._exits.setdefault(worker_id, asyncio.get_running_loop().create_future())
@@ -68,10 +68,8 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 @asynccontextmanager
-async def launching(
-    directory: Path, script: str, env: Mapping[str, str] | None = None, memory_limit_bytes: int | None = None
-) -> AsyncIterator[Watched]:
-    watched = Watched(directory, script, env or {}, memory_limit_bytes)
+async def launching(directory: Path, script: str, memory_limit_bytes: int | None = None) -> AsyncIterator[Watched]:
+    watched = Watched(directory, script, memory_limit_bytes)
     try:
         await watched.launcher.open()
         yield watched
@@ -86,7 +84,8 @@ WAITS = """
 """
 
 
-def test_worker_gets_its_arguments_environment_log_and_one_thread(tmp_path):
+def test_worker_gets_its_arguments_environment_log_and_one_thread(tmp_path, monkeypatch):
+    monkeypatch.setenv("EXTRA", "here")
     script = """
         import os, sys, torch
         import neighbor_module
@@ -97,7 +96,7 @@ def test_worker_gets_its_arguments_environment_log_and_one_thread(tmp_path):
     (tmp_path / "neighbor_module.py").write_text("VALUE = 7")
 
     async def go():
-        async with launching(tmp_path, script, {"EXTRA": "here"}) as watched:
+        async with launching(tmp_path, script) as watched:
             await watched.start("w5")
             assert await watched.exited("w5") == Exit("w5", exit_code=0)
             assert watched.log("w5").splitlines() == [
@@ -300,7 +299,7 @@ def test_workers_share_memory_by_name(tmp_path):
     asyncio.run(go())
 
 
-def test_memory_that_cannot_be_given_is_an_error_at_the_worker(tmp_path):
+def test_memory_that_cannot_be_given_is_an_error_at_the_worker(tmp_path, monkeypatch):
     script = """
         import json, os, socket
         from shoal.sync.memory import Channel
@@ -313,10 +312,11 @@ def test_memory_that_cannot_be_given_is_an_error_at_the_worker(tmp_path):
         "w1": ([("lanes", 3 << 20)], "OutOfSharedMemory", "needs 3.0 MiB of shared memory, 1.0 MiB is free"),
         "w2": ([("lanes", 1 << 50)], "OutOfSharedMemory", "--memory"),
     }
-    env = {f"SIZES_OF_{worker_id}": json.dumps(sizes) for worker_id, (sizes, _, _) in cases.items()}
+    for worker_id, (sizes, _, _) in cases.items():
+        monkeypatch.setenv(f"SIZES_OF_{worker_id}", json.dumps(sizes))
 
     async def go():
-        async with launching(tmp_path, script, env, memory_limit_bytes=2 << 20) as watched:
+        async with launching(tmp_path, script, memory_limit_bytes=2 << 20) as watched:
             for worker_id, (_, kind, text) in cases.items():
                 await watched.start(worker_id)
                 assert (await watched.exited(worker_id)).exit_code == 2, watched.log(worker_id)

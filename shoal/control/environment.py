@@ -1,0 +1,44 @@
+"""What a process is told by whoever started it, and the variables it travels in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True)
+class WorkerEnvironment:
+    """One variable for each field, `SHOAL_` and its name. What is left out, or empty, has the default."""
+
+    worker_id: str = ""  # none: the process is no worker of a job
+    host: str = ""
+    dir: str = ""  # the run directory
+    address: str = ""  # of the coordinator
+    budget_s: float = 5.0
+    channel_fd: int = -1  # the socket to the launcher
+    threads: int = 0  # of torch; 0 for the worker's share of the cores
+    pin: bool = True  # to cores of its own
+    plugin: str = ""  # "module:function", called with the worker before the script's main
+    faults: str = ""  # path of a plan for `shoal.testing`
+
+    def to_env(self) -> dict[str, str]:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {_variable(name): str(int(it) if isinstance(it, bool) else it) for name, it in values.items()}
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> WorkerEnvironment:
+        told = {field.name: text for field in fields(cls) if (text := env.get(_variable(field.name)))}
+        return cls(**{name: _KINDS.get(name, str)(text) for name, text in told.items()})
+
+
+_KINDS: dict[str, Callable[[str], Any]] = {
+    "budget_s": float,
+    "channel_fd": int,
+    "threads": int,
+    "pin": lambda text: text == "1",
+}
+
+
+def _variable(name: str) -> str:
+    return f"SHOAL_{name.upper()}"
