@@ -16,6 +16,7 @@ ShoalError                      what shoal raises
 ├── RestartBudgetSpent          workers died more often than the budget allows
 ├── CoordinatorLost             the coordinator ended, or does not answer within the budget
 ├── ForkServerLost              the process that forks the workers ended
+├── LoaderLost                  a loader process of a worker was killed; the worker ends, and is replaced
 └── Changed                     internal: the generation changed, the step comes again
 """
 
@@ -83,6 +84,10 @@ class CoordinatorLost(ShoalError):
 
 
 class ForkServerLost(ShoalError):
+    pass
+
+
+class LoaderLost(ShoalError):
     pass
 
 

@@ -31,7 +31,7 @@ from torch.utils.data import (
 
 from shoal.data import ledger
 from shoal.data.ledger import Cursor, GlobalBatch, Ids, Pass
-from shoal.errors import DataUnusable, SettingsContradict
+from shoal.errors import DataUnusable, LoaderLost, SettingsContradict
 from shoal.process import die_with
 
 _DYING_S = 1.0
@@ -60,7 +60,7 @@ class Loader:
     With `num_workers` the data set is read ahead in that many loader processes, which outlive a change of the split and
     die with this process. `in_child` runs first thing in each of them. Call `start` from a thread that lives as long as
     the loader: the kernel takes the end of that thread for the end of the process. What the data set raises comes
-    out of `next`, with its traceback. A loader process that was killed is DataUnusable in the next call.
+    out of `next`, with its traceback. A loader process that was killed is LoaderLost in the next call.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Loader:
                 self._raise_if_one_ended()
                 # What the iterator does when it is collected. A traceback may hold on to it for long.
                 iterator._shutdown_workers()  # type: ignore[attr-defined]
-            except DataUnusable:
+            except LoaderLost:
                 # One that was killed may have held a lock, for which torch's way to end them would wait for ever.
                 iterator._shutdown = True  # type: ignore[attr-defined]
                 for process in self._processes:
@@ -150,7 +150,7 @@ class Loader:
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """DataUnusable when a loader process has ended, before or inside."""
+        """LoaderLost when a loader process has ended, before or inside."""
         if not self._processes:
             yield
             return
@@ -175,7 +175,7 @@ class Loader:
         for process in self._processes:
             if (code := process.exitcode) is not None:
                 how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
-                raise DataUnusable(
+                raise LoaderLost(
                     f"pass {self._pass.index}: loader process {process.pid} ended with {how}; if memory or /dev/shm "
                     "ran out, lower num_workers, prefetch_factor or the batch"
                 )

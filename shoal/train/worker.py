@@ -472,7 +472,6 @@ class Worker:
     def _in_loader(self) -> None:
         """First thing in a loader process: it answers to this worker only, and holds nothing of the job open."""
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
         metrics.arm(None)
         with open(self._run_dir.path / "loaders", "a") as known:  # the launcher clears away what a killed one leaves
             known.write(f"{os.getpid()}\n")
@@ -504,7 +503,10 @@ class Worker:
         self._parking.leave(group.generation.number if group else 0)
 
     def fail(self, problem: Exception) -> None:
-        """Tell the coordinator that this worker cannot go on."""
+        """Tell the coordinator that this worker cannot go on. A fault of the machine is not told: like any death, it is
+        seen by the launcher, and another worker takes this one's place."""
+        if isinstance(problem, errors.ShoalError) and not isinstance(problem, errors.UserMistake):
+            return
         kind = type(problem).__name__ if isinstance(problem, errors.ShoalError) else "ScriptFailed"
         self._client.failed(kind, str(problem), "".join(traceback.format_exception(problem)))
 

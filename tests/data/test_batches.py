@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 from shoal.data import ledger
 from shoal.data.batches import Fetched, Loader
 from shoal.data.ledger import Cursor, Pass
-from shoal.errors import DataUnusable, SettingsContradict
+from shoal.errors import DataUnusable, LoaderLost, SettingsContradict
 
 PASS = Pass(
     index=0,
@@ -384,7 +384,7 @@ def die_with_torchs_lock() -> None:
 def test_a_loader_process_that_ends_is_an_error_that_says_how(die: Callable[[], Any], how: str) -> None:
     with loader_over(Deadly(die), num_workers=2) as loader:
         loader.start(Cursor(), 0, 1)
-        with pytest.raises(DataUnusable, match=rf"pass 0: loader process \d+ ended with {how}; if memory"):
+        with pytest.raises(LoaderLost, match=rf"pass 0: loader process \d+ ended with {how}; if memory"):
             rest_of(loader)
 
 
@@ -399,7 +399,7 @@ def test_a_loader_process_killed_while_nobody_waits_for_it_is_an_error_in_the_ne
         pid = int(fetched.data[1][0])
         # torch would raise in here, as it would in the middle of a commit.
         assert exits_within([pid], lambda: os.kill(pid, signal.SIGKILL), timeout_s=20)
-        with pytest.raises(DataUnusable, match=f"loader process {pid} ended with SIGKILL"):
+        with pytest.raises(LoaderLost, match=f"loader process {pid} ended with SIGKILL"):
             then(loader)
 
 

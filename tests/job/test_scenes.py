@@ -202,6 +202,21 @@ def test_nothing_is_left_after_the_launcher_is_killed(tmp_path: Path) -> None:
     assert set(os.listdir("/dev/shm")) <= before
 
 
+def test_a_worker_whose_loader_process_is_killed_is_replaced_and_no_sample_is_lost(tmp_path: Path) -> None:
+    running = job(tmp_path, "long", "2", workers=2)
+    running.start()
+    running.wait_until(lambda: running.status().get("step", 0) > 0)
+    os.kill(int((tmp_path / "run" / "loaders").read_text().split()[0]), signal.SIGKILL)
+    running.wait_until(lambda: any("w2" in event["members"] for event in running.events("generation")))
+    running.process.send_signal(signal.SIGTERM)
+    result = running.wait()
+    assert result.exit_code == 128 + signal.SIGTERM
+    assert len(result.of("lost")) == 1
+    assert result.audit.clean, str(result.audit)
+    lost = result.of("lost")[0]["worker_id"]
+    assert "LoaderLost: pass 0: loader process" in (tmp_path / "run" / "logs" / f"{lost}.log").read_text()
+
+
 def test_metrics_are_averaged_over_all_samples_and_epochs_end_once(tmp_path: Path) -> None:
     result = job(tmp_path, "measures", workers=3).run()
     assert result.exit_code == 0, result.output
