@@ -162,7 +162,7 @@ class Job:
         self._failures: dict[str, Failure] = {}
         self._told: Failure | None = None  # by the coordinator
         self._excused: set[str] = set()  # who leave: they need no replacement however they end
-        self._doubtful: dict[str, asyncio.TimerHandle] = {}  # whose failure ends the job, unless they are excused
+        self._doubtful: dict[str, Ending] = {}  # whose failure ends the job, unless they are excused
         self._delayed: list[asyncio.Task[None]] = []  # starts that wait for their time, and may be called off
         self._starting = 0
         self._events = Tail(run_dir.events)
@@ -280,14 +280,15 @@ class Job:
             self._link.evidence(worker_id, evidence.stopped, evidence.cpu_s)
 
     def _on_excuse(self, worker_id: str) -> None:
-        if (ending := self._doubtful.pop(worker_id, None)) is not None:
-            ending.cancel()
-        elif worker_id in self._live:
+        self._doubtful.pop(worker_id, None)
+        if worker_id in self._live:
             self._excused.add(worker_id)
 
     def _on_stop(self, reason: str, failed: bool, kind: str) -> None:
         if not failed:
             return self._end(Ending(reason=reason), self._timeouts.drain_s)
+        for worker_id in list(self._doubtful):
+            self._end_doubtful(worker_id)
         # The worker that failed is still saying why: a signal now would cut it short.
         self._told, self._finishing = Failure("", kind, reason), True
         self._loop.call_later(_LAST_WORD_S, self._end_as_told)
@@ -296,6 +297,10 @@ class Job:
         told = next(iter(self._failures.values()), self._told)
         assert told is not None
         self._end(Ending(error=told.as_error(), traceback=told.traceback), self._timeouts.budget_s)
+
+    def _end_doubtful(self, worker_id: str) -> None:
+        if (ending := self._doubtful.pop(worker_id, None)) is not None:
+            self._end(ending, self._timeouts.budget_s)
 
     # ---- workers come and go
 
@@ -340,15 +345,15 @@ class Job:
         if self._ending is not None:
             return
         failure = self._failures.pop(exit.worker_id, None)
-        excused = exit.worker_id in self._excused
+        excused = exit.worker_id in self._excused and self._told is None  # a job that fails excuses everybody
         self._excused.discard(exit.worker_id)
         error = ends_job(exit, failure, self._on_error, excused)
         if error is not None:
             ending = Ending(error=error, traceback=failure.traceback if failure is not None else None)
-            if isinstance(error, REFUSABLE) and self._live:
+            if isinstance(error, REFUSABLE) and self._live and self._told is None:
                 # The coordinator knows whether this was a newcomer that the others can do without.
-                doubt = self._loop.call_later(_LAST_WORD_S, self._end, ending, self._timeouts.budget_s)
-                self._doubtful[exit.worker_id] = doubt
+                self._doubtful[exit.worker_id] = ending
+                self._loop.call_later(_LAST_WORD_S, self._end_doubtful, exit.worker_id)
                 return None
             return self._end(ending, self._timeouts.budget_s)
         replaceable = not exit.clean and not excused

@@ -142,8 +142,8 @@ def test_a_job_of_one_process_writes_down_where_it_was(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_was_asked_to_leave_and_dies_instead_is_not_replaced(tmp_path: Path) -> None:
-    # w1 hears SIGTERM in the middle of a step, stops there, and is killed once the job knows that it leaves.
-    plan = FaultPlan().leave("w1", step=5, during="lane").stop("w1", step=5, during="ready")
+    # w1 hears SIGTERM in the middle of a step, stays there, and is killed once the job knows that it leaves.
+    plan = FaultPlan().leave("w1", step=5, during="lane").slow("w1", step=5, during="ready", seconds=600.0)
     running = job(tmp_path, ENDLESS, plan=plan)
     running.start()
     running.wait_until(lambda: bool(running.events("leaving")))
@@ -187,7 +187,7 @@ def test_a_scale_up_that_cannot_be_costs_the_newcomer_and_not_the_job(
 def test_a_founder_that_has_no_room_ends_the_job(tmp_path: Path) -> None:
     result = job(tmp_path, SAMPLES_FOR_TWO, workers=3).run()
     assert result.exit_code == 2
-    assert last_line(result.output).startswith("shoal: DataUnusable: ")
+    assert last_line(result.output).startswith("shoal: DataUnusable: pass 0: 3 workers would share 2 samples")
 
 
 def test_the_others_leave_in_order_when_one_workers_code_raises(tmp_path: Path) -> None:
