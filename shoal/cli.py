@@ -31,7 +31,7 @@ from shoal.control import client, rundir
 from shoal.control.environment import WorkerEnvironment
 from shoal.control.membership import counted
 from shoal.control.rundir import Committed, RunDir
-from shoal.control.timeouts import Timeouts
+from shoal.control.timeouts import DEFAULT_BUDGET_S, Timeouts
 from shoal.launch.job import Ending, Job, Size, parse_size
 from shoal.launch.local import LocalLauncher
 from shoal.launch.relaunch import Relaunch, default_restarts
@@ -111,7 +111,7 @@ def run(
     ] = None,
     budget_s: Annotated[
         float, typer.Option("--budget", metavar="SECONDS", help="How long an awaited worker may be silent.")
-    ] = 5.0,
+    ] = DEFAULT_BUDGET_S,
     on_error: Annotated[
         OnErrorChoice, typer.Option(help="When the script raises in a worker: stop the job, or start another worker.")
     ] = OnErrorChoice.stop,
@@ -385,7 +385,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if error.__cause__ is not None and type(error) is errors.ShoalError:  # ours to put right, so show where
             traceback.print_exception(error.__cause__)
         print(f"shoal: {_one_line(error)}", file=sys.stderr)
-        code = 2 if isinstance(error, errors.UserMistake) else 1
+        code = errors.exit_code(error)
     except _BadCommandLine as error:
         if type(error).__name__ == "NoArgsIsHelpError":
             error.show()

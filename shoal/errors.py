@@ -2,7 +2,7 @@
 
 ShoalError                      what shoal raises
 ├── UserMistake                 the command line prints it as one line and exits with 2
-│   ├── SettingsContradict      two settings cannot both hold, or one is out of range
+│   ├── SettingsContradict      two settings cannot both hold, one is out of range, or a call is out of place
 │   ├── ScriptFailed            the user's script is missing, does not import, or raised
 │   ├── ModelUnusable           no parameters, or of a kind that cannot be shared
 │   ├── OptimizerUnusable       over other parameters than the model's, or cannot be split
@@ -14,7 +14,7 @@ ShoalError                      what shoal raises
 │   ├── JobNotFound             no job of that name answers
 │   └── TokenRefused            the token is missing or not the job's
 ├── RestartBudgetSpent          workers died more often than the budget allows
-├── CoordinatorLost             the coordinator ended, or does not answer within the budget
+├── CoordinatorLost             the coordinator ended, or does not answer
 ├── ForkServerLost              the process that forks the workers ended
 ├── LoaderLost                  a loader process of a worker was killed; the worker ends, and is replaced
 └── Changed                     internal: the generation changed, the step comes again
@@ -92,4 +92,16 @@ class LoaderLost(ShoalError):
 
 
 class Changed(ShoalError):
-    """The generation a wait belonged to is over. Never leaves `Worker.step`."""
+    """The generation a wait belonged to is over. Never leaves `Worker`."""
+
+
+def named(name: str, message: str) -> ShoalError:
+    """The error of that class, as another process told it; ScriptFailed for a class that is not ours."""
+    found = globals().get(name)
+    if isinstance(found, type) and issubclass(found, ShoalError):
+        return found(message)
+    return ScriptFailed(f"{name}: {message}")
+
+
+def exit_code(error: ShoalError) -> int:
+    return 2 if isinstance(error, UserMistake) else 1

@@ -17,7 +17,7 @@ from shoal.bench.loops import material, optimizer
 from shoal.bench.meeting import MeetingMemory
 from shoal.control.rundir import RunDir
 from shoal.control.timeouts import Timeouts
-from shoal.errors import SettingsContradict
+from shoal.errors import CoordinatorLost, SettingsContradict
 from shoal.train.worker import Worker
 
 _WAIT_S = 60.0
@@ -55,7 +55,7 @@ def join(setup: Setup) -> Worker:
     deadline_s = time.monotonic() + _WAIT_S
     while not (run / "address").exists():
         if time.monotonic() > deadline_s:
-            raise SettingsContradict(f"the coordinator did not start within {_WAIT_S:g} s")
+            raise CoordinatorLost(f"the coordinator did not start within {_WAIT_S:g} s; it says why on standard error")
         time.sleep(0.01)
     run_dir = RunDir.open(run)
     address = run_dir.address()

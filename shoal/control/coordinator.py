@@ -28,7 +28,7 @@ from shoal.control.journal import Journal
 from shoal.control.membership import Instruction, Membership, Outcome, State
 from shoal.control.protocol import CommandReply, CommandRequest, FromLauncher, FromWorker, ToLauncher, ToWorker
 from shoal.control.rundir import RunDir, finite
-from shoal.control.timeouts import Timeouts
+from shoal.control.timeouts import DEFAULT_BUDGET_S, Timeouts
 from shoal.errors import SettingsContradict, ShoalError
 from shoal.metrics import EventLog
 from shoal.process import die_with
@@ -541,7 +541,9 @@ def main() -> None:
     parser.add_argument("--min", type=int, default=1, help="fewer members than this pause the job")
     parser.add_argument("--max", type=int, default=m.MAX_SLOTS, help="no more members than this")
     parser.add_argument("--target", type=int, default=1, help="how many workers found the job")
-    parser.add_argument("--budget", type=float, default=5.0, help="seconds an awaited worker may be silent")
+    parser.add_argument(
+        "--budget", type=float, default=DEFAULT_BUDGET_S, help="seconds an awaited worker may be silent"
+    )
     parser.add_argument("--on-error", choices=get_args(OnError), default="stop", help="when a worker's code raises")
     parser.add_argument("--parent", type=int, help="the pid that started this; exit if it is not the parent")
     options = parser.parse_args()

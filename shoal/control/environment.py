@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from shoal.control.timeouts import DEFAULT_BUDGET_S
+
 
 @dataclass(frozen=True)
 class WorkerEnvironment:
@@ -15,7 +17,7 @@ class WorkerEnvironment:
     host: str = ""
     dir: str = ""  # the run directory
     address: str = ""  # of the coordinator
-    budget_s: float = 5.0
+    budget_s: float = DEFAULT_BUDGET_S
     channel_fd: int = -1  # the socket to the launcher
     threads: int = 0  # of torch; 0 for the worker's share of the cores
     pin: bool = True  # to cores of its own

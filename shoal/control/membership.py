@@ -41,7 +41,7 @@ class Generation:
     leavers: tuple[Member, ...] = ()
     fault: bool = False
     paused: bool = False
-    finishing: bool = False  # some worker's script has come to its end
+    finishing: bool = False  # some worker's script has come to its end, or the job was stopped
 
     def rank(self, worker_id: str) -> int | None:
         return next((rank for rank, member in enumerate(self.members) if member.worker_id == worker_id), None)

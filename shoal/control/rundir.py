@@ -98,6 +98,11 @@ class RunDir:
         return self.path / "logs"
 
     @property
+    def loaders(self) -> Path:
+        """Pids of loader processes, one a line."""
+        return self.path / "loaders"
+
+    @property
     def audit(self) -> Path:
         return self.path / "audit"
 

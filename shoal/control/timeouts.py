@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from shoal.errors import SettingsContradict
 
+DEFAULT_BUDGET_S = 5.0
 SHORTEST_BUDGET_S = 0.5
 
 
@@ -23,7 +24,7 @@ class Timeouts:
 
     def __init__(
         self,
-        budget_s: float = 5.0,
+        budget_s: float = DEFAULT_BUDGET_S,
         beat_s: float | None = None,
         probe_s: float | None = None,
         join_s: float | None = None,

@@ -70,7 +70,9 @@ class AuditWriter:
         """Call it before the done word is written."""
         record = np.array(fed, _RECORD).tobytes()
         if os.write(self._fd, record) != len(record):
-            raise OSError(f"{self._path}: a record was cut short, the disk is full; free some space and resume")
+            raise OSError(
+                f"{self._path}: a record was cut short, the disk is full; free some space and start the job again"
+            )
 
     def close(self) -> None:
         os.close(self._fd)

@@ -260,7 +260,7 @@ def _from_script(frames: TracebackType | None, script: str) -> TracebackType | N
 def _failure(error: BaseException, script: str) -> tuple[dict[str, str], int]:
     """What the launcher is told of it, and the worker's exit status."""
     if isinstance(error, errors.ShoalError):
-        return {"error": type(error).__name__, "message": str(error)}, 2 if isinstance(error, errors.UserMistake) else 1
+        return {"error": type(error).__name__, "message": str(error)}, errors.exit_code(error)
     frames = _from_script(error.__traceback__, script)
     text = "".join(traceback.format_exception(type(error), error, frames))
     lines = [number for frame, number in traceback.walk_tb(frames) if frame.f_code.co_filename == script]

@@ -51,7 +51,7 @@ def parse_size(text: str, cores: int) -> Size:
     except ValueError:
         raise errors.SettingsContradict(f"-n {text} is not a number of workers; write -n 4, or -n 2:8") from None
     if low > high:
-        raise errors.SettingsContradict(f"-n {text} has more at least than at most; write -n {high}:{low}")
+        raise errors.SettingsContradict(f"-n {text} asks for more at least than at most; write -n {high}:{low}")
     if low < 1 or target < 1:
         raise errors.SettingsContradict(f"-n {text} has no worker; a job needs 1 at least")
     if max(target, high) > MAX_SLOTS:
@@ -246,7 +246,7 @@ class Job:
         committed = await self._launcher.close()
         if committed is not None:
             self._run_dir.write_committed(committed)
-        clear_shared_memory(self._run_dir.path / "loaders")
+        clear_shared_memory(self._run_dir.loaders)
         if self._link is not None:
             await asyncio.to_thread(self._link.close)  # delivers the last deaths
         await self._coordinator.close(self._timeouts.budget_s)

@@ -59,10 +59,7 @@ class Failure:
     log_bytes: int | None = field(default=None, compare=False)
 
     def as_error(self) -> errors.ShoalError:
-        found = getattr(errors, self.kind, None)
-        if isinstance(found, type) and issubclass(found, errors.ShoalError):
-            return found(self.message)
-        return errors.ScriptFailed(f"{self.kind}: {self.message}")
+        return errors.named(self.kind, self.message)
 
 
 class Launcher(ABC):

@@ -63,10 +63,10 @@ class HeldMemory:
             return None
         # Not at the top of the file: it takes numpy, and with it a tenth of a second of every command.
         from shoal.sync.record import Records
-        from shoal.sync.words import Words
+        from shoal.sync.words import Words, seq_of
 
         words = Words(_Copy(fd))
-        seq = words.commit & 0xFFFFFFFF
+        seq = seq_of(words.commit)
         if not seq:
             return None
         record = Records(words.record).read(seq)

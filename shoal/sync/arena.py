@@ -115,7 +115,7 @@ class Lane:
         mapping = map_bytes(fd, size_bytes, writable=True)
         os.close(fd)
         self.present = np.frombuffer(mapping, dtype=np.uint8, count=layout.tensors)
-        self.marks = memoryview(mapping)[: layout.tensors]
+        self.marks = memoryview(mapping)[: layout.tensors]  # the same bytes, quicker to write one by one
         self.flat = [
             tensor_at(mapping, offset, segment.dtype, segment.numel)
             for offset, segment in zip(offsets, layout.segments, strict=True)

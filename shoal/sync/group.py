@@ -13,7 +13,7 @@ from shoal.control.membership import Generation, Member
 from shoal.errors import Changed
 from shoal.metrics import fault_point
 from shoal.sync import words as w
-from shoal.sync.words import Words, fence, tag
+from shoal.sync.words import Words, fence, seq_of, tag
 
 # Below a scheduler's wake-up, so that a neighbor that is nearly there costs no system call.
 SPIN_S = 50e-6
@@ -82,7 +82,7 @@ class Group:
         if self._notice.newest > number:
             raise Changed
         fence()
-        self.seq = self.words.commit & 0xFFFFFFFF
+        self.seq = seq_of(self.words.commit)
 
     @property
     def changed(self) -> bool:

@@ -83,7 +83,11 @@ class OwnMemory:
 
 
 class Channel:
-    """A worker's socket to its launcher: packets of JSON, descriptors beside them."""
+    """A worker's socket to its launcher: packets of JSON, descriptors beside them.
+
+    {"memory": name, "bytes": size}          → the descriptor, or {"error", "message"}
+    {"error", "message", "traceback", "log_bytes"}   the worker's last words; no answer
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -98,7 +102,7 @@ class Channel:
             raise errors.ShoalError("the launcher closed this worker's channel: the job is ending")
         reply = json.loads(data)
         if "error" in reply:
-            raise getattr(errors, reply["error"], errors.OutOfSharedMemory)(reply["message"])
+            raise errors.named(reply["error"], reply["message"])
         fds = array.array("i")
         for level, kind, content in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:

@@ -61,7 +61,7 @@ def unit_of(optimizer: Optimizer, group: int, dtype: torch.dtype) -> Unit:
         ) from problem
     if _options(optimizer, group) != before:
         raise errors.OptimizerUnusable(
-            f"{type(optimizer).__name__} keeps state in its param_groups, which workers cannot share"
+            f"{type(optimizer).__name__} keeps state in its param_groups, which workers cannot share: use another"
         )
     apart = [value for shape in shapes for value in _try(optimizer, group, dtype, [shape], pieces=None, of=shapes)]
     if not _same(together, apart):

@@ -15,7 +15,8 @@ from shoal.data.ledger import Cursor
 from shoal.sync.words import RECORD_BYTES
 
 _FORMAT = struct.Struct("<11Qd")
-_RECORDS_BYTES = 256
+_RECORD_BYTES = 128
+_RECORDS_BYTES = 2 * _RECORD_BYTES
 _TEXT_BYTES = (RECORD_BYTES - _RECORDS_BYTES) // 2
 
 
@@ -46,7 +47,7 @@ class Records:
         self._memory = memory
 
     def read(self, seq: int) -> Record:
-        at = (seq & 1) * 128
+        at = (seq & 1) * _RECORD_BYTES
         return Record(*_FORMAT.unpack_from(self._memory, at))
 
     def text(self, place: int, size_bytes: int) -> bytes:
@@ -54,7 +55,7 @@ class Records:
         return bytes(self._memory[at : at + size_bytes])
 
     def write(self, seq: int, record: Record) -> None:
-        _FORMAT.pack_into(self._memory, (seq & 1) * 128, *vars(record).values())
+        _FORMAT.pack_into(self._memory, (seq & 1) * _RECORD_BYTES, *vars(record).values())
 
     def write_text(self, committed: Record, text: bytes) -> tuple[int, int]:
         """Place a new text beside the committed one; its (place, length) for the next record."""

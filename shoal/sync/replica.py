@@ -72,11 +72,11 @@ class Replica:
         for name, parameter in parameters.items():
             if parameter.device.type != "cpu":
                 raise errors.ModelUnusable(
-                    f"parameter {name} is on {parameter.device}: only CPU models can be attached"
+                    f"parameter {name} is on {parameter.device}: only CPU models can be attached; call model.cpu()"
                 )
             if parameter.layout != torch.strided:
                 raise errors.ModelUnusable(
-                    f"parameter {name} is {parameter.layout}: only dense parameters can be shared"
+                    f"parameter {name} is {parameter.layout}: only dense parameters can be shared; make it dense"
                 )
         self.model = model
         self.optimizer = optimizer

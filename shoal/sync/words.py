@@ -64,6 +64,10 @@ def tag(generation: int, seq: int) -> int:
     return generation << 32 | seq
 
 
+def seq_of(tag_: int) -> int:
+    return tag_ & 0xFFFFFFFF
+
+
 class Words:
     """Views of the words in one mapping of the memory named "words"."""
 

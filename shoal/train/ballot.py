@@ -10,7 +10,7 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -52,9 +52,10 @@ class Attempt:
     loss: float = 0.0  # summed over them
     metrics: dict[str, float] = field(default_factory=dict)  # likewise
 
-    def add(self, samples: int, loss: float, metrics: dict[str, float]) -> None:
+    def add(self, samples: int, loss: float, metrics: Mapping[str, Any]) -> None:
+        """`loss` is summed over the samples, `metrics` are means."""
         self.counted += samples
-        self.loss += loss * samples
+        self.loss += loss
         for name, value in metrics.items():
             self.metrics[name] = self.metrics.get(name, 0.0) + float(value) * samples
 
@@ -141,7 +142,7 @@ class Ballot:
         here, there = group.members[group.rank].worker_id, group.members[rank].worker_id
         return errors.WorkersDiffer(
             f"{here} and {there} differ in {', '.join(what)}: every worker must run the same script with the same "
-            f"settings; change a learning rate on all of them, or in a scheduler"
+            f"settings; what one changes while it trains, all must change"
         )
 
     def tally(self, group: Group) -> Tally:

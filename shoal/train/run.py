@@ -68,7 +68,7 @@ def _run_alone(main: Callable[[Worker], None], environment: WorkerEnvironment) -
             run_dir.write_committed(Committed(at.seq, at.step, at.epoch, at.samples, finite(at.loss)))
     except errors.ShoalError as error:
         print(f"shoal: {type(error).__name__}: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, errors.UserMistake) else 1)
+        sys.exit(errors.exit_code(error))
     except Exception as problem:  # the exit code that `shoal run` has for it
         sys.excepthook(type(problem), problem, problem.__traceback__)
         sys.exit(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -45,12 +46,16 @@ class Stepper:
         self.fresh = False  # a newcomer, until its first commit
         self.newest_pass = 0  # of the last step that was voted on
         self.pending: StepReport | None = None
-        self.is_mean = policy.loss == "mean"
 
-    def gradients(self, loss: torch.Tensor, attempt: Attempt, samples: int) -> None:
-        """Add one micro-batch's gradients, weighted so that all workers' together are the global batch's."""
+    def gradients(
+        self, loss: torch.Tensor, metrics: Mapping[str, float | torch.Tensor], attempt: Attempt, samples: int
+    ) -> None:
+        """Add one micro-batch: its gradients, weighted so that all workers' together are the global batch's, its loss
+        and its metrics."""
         share, batch = attempt.hi - attempt.lo, attempt.batch.hi - attempt.batch.lo
-        self._sync.backward(loss, self._sync.weight(samples, share, batch) if self.is_mean else 1.0)
+        is_mean = self._policy.loss == "mean"
+        self._sync.backward(loss, self._sync.weight(samples, share, batch) if is_mean else 1.0)
+        attempt.add(samples, loss.item() * (samples if is_mean else 1), metrics)
 
     def train(
         self, group: Group, record: Record, cursor: Cursor, pass_: Pass, attempt: Attempt

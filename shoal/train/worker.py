@@ -33,7 +33,7 @@ from shoal.sync.memory import HostMemory
 from shoal.sync.record import Record, Records
 from shoal.sync.replica import Replica, Scheduler
 from shoal.sync.sync import Sync
-from shoal.sync.words import Words
+from shoal.sync.words import Words, seq_of
 from shoal.train.ballot import Attempt, Policy
 from shoal.train.reconfigure import Leave, Parking, Placement, Reconfiguration
 from shoal.train.schedules import Schedule
@@ -88,7 +88,7 @@ class Worker:
         self._records = Records(self._words.record)
         self._group: Group | None = None
         self._record = Record()
-        self._seq = 0  # of the commit this worker's model is
+        self._seq = 0  # of the commit this worker looked at without joining
         self._stepper: Stepper | None = None
         self._attempt: Attempt | None = None
         self._current: Batch | None = None
@@ -222,9 +222,7 @@ class Worker:
                 raise Changed
             if loss is not None:
                 _check_loss(loss)
-                self._stepper.gradients(loss, attempt, len(batch))
-                mean = loss.item() if self._stepper.is_mean else loss.item() / len(batch)
-                attempt.add(len(batch), mean, {name: float(value) for name, value in metrics.items()})
+                self._stepper.gradients(loss, metrics, attempt, len(batch))
             if batch.fetched.micro + 1 < batch.fetched.micros:
                 return False
             return self._exchange(group, attempt)
@@ -393,7 +391,7 @@ class Worker:
         if self._group is not None:
             return ledger.complete(pass_, self._cursor(pass_), self._group.size)
         while commit := self._words.commit:
-            self._seq = commit & 0xFFFFFFFF
+            self._seq = seq_of(commit)
             self._record = self._records.read(self._seq)
             passed = ledger.complete(pass_, self._cursor(pass_), max(1, self._record.size))
             if passed:  # the script goes on without this pass, and must not go on with the model as it built it
@@ -423,7 +421,6 @@ class Worker:
         assert self._group is not None
         began_s = time.perf_counter()
         self._attempt = self._current = None
-        fault_point("park")
         self._enter(above=self._group.generation.number)
         if self._on_reconfigure is not None:
             workers = tuple(member.worker_id for member in self._group.members)
@@ -473,7 +470,7 @@ class Worker:
         """First thing in a loader process: it answers to this worker only, and holds nothing of the job open."""
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         metrics.arm(None)
-        with open(self._run_dir.path / "loaders", "a") as known:  # the launcher clears away what a killed one leaves
+        with open(self._run_dir.loaders, "a") as known:  # the launcher clears away what a killed one leaves
             known.write(f"{os.getpid()}\n")
         self._client.close_in_child()
 

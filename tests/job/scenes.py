@@ -69,6 +69,18 @@ def stops(worker: shoal.Worker) -> None:
             break
 
 
+def reconfigures(worker: shoal.Worker) -> None:
+    """Keeps what it is told of new generations."""
+    net = model(Case(""))
+    seen: list[dict[str, object]] = []
+    worker.attach(
+        net, torch.optim.SGD(net.parameters(), lr=0.01), on_reconfigure=lambda change: seen.append(vars(change))
+    )
+    for batch in worker.batches(data(Case("")), global_batch=24, epochs=20):
+        worker.step(loss_of(net, batch))
+    write(worker, seen)
+
+
 def poisoned(worker: shoal.Worker) -> None:
     """The loss of one step is not a number."""
     net = model(Case(""))

@@ -140,6 +140,21 @@ def test_a_newcomer_let_in_by_the_last_step_does_not_train_on_alone(tmp_path: Pa
     assert not result.of("lost")
 
 
+def test_scripts_are_told_of_every_generation_and_whether_a_step_is_redone(tmp_path: Path) -> None:
+    plan = FaultPlan().kill("w1", step=5, during="reduce").join(at_step=20)
+    result = job(tmp_path, "reconfigures", plan=plan, options=("--restarts", "5")).run()
+    assert result.exit_code == 0, result.output
+    seen = written(tmp_path)["w0"]
+    death, *joins = seen
+    assert (death["workers"], death["rank"], death["step"], death["redone"]) == (["w0"], 0, 4, True)
+    sizes = [len(join["workers"]) for join in joins]
+    assert sizes == sorted(sizes)
+    assert sizes[-1] == 3
+    assert not any(join["redone"] for join in joins)
+    assert [one["generation"] for one in seen] == sorted({one["generation"] for one in seen})
+    assert all(one["took_s"] > 0 for one in seen)
+
+
 def test_workers_whose_models_differ_end_the_job_with_one_line(tmp_path: Path) -> None:
     result = job(tmp_path, "shapes").run()
     assert result.exit_code == 2

@@ -110,9 +110,8 @@ class ThreadWorker:
             mine = torch.tensor(ids[start:end])
             attempt.ids.append(np.array(ids[start:end], dtype=np.int64))
             if len(mine) and (value := loss(self.model, mine)) is not None:
-                self.stepper.gradients(value, attempt, len(mine))
-                mean = value.item() / (1 if self.stepper.is_mean else len(mine))
-                attempt.add(len(mine), mean, {name: measure(mine) for name, measure in self.metrics.items()})
+                metrics = {name: measure(mine) for name, measure in self.metrics.items()}
+                self.stepper.gradients(value, metrics, attempt, len(mine))
         cursor = self.record.cursor
         pass_ = Pass(0, 10**6, 10**6, 0, True, False, len(ids), None, accumulate)
         report, _ = self.stepper.train(self.group, self.record, cursor, pass_, attempt)
