@@ -279,6 +279,9 @@ class Coordinator:
         if self._stop_message is not None:
             return membership, []  # the same report again after a reconnect, or the same mistake on another worker
         text = f"{failure.kind}: {failure.message}"
+        worker = membership.worker(worker_id)
+        if worker is not None and worker.state is m.State.PARTED:
+            return membership, [m.Log("failed", worker_id, text)]  # it had left: that is its own affair
         if m.refuses(membership, worker_id, failure.kind):
             return m.on_refused(membership, worker_id, text)
         self._event("failed", worker_id=worker_id, text=text, traceback=failure.traceback)

@@ -78,6 +78,7 @@ class Worker:
     life: Life = field(compare=False)
     seniority: int = 0  # the order of becoming a member; 0 before
     founder: bool = True  # it came before the first generation
+    refused: bool = False  # it cannot take part, and is ending
     launched: bool = False  # a launcher watches it, and will say when it is gone
     fenced: str = ""  # why it was fenced, until it is gone
 
@@ -268,16 +269,15 @@ def refuses(membership: Membership, worker_id: str, kind: str) -> bool:
     worker = membership.worker(worker_id)
     if worker is None or worker.founder or kind not in [error.__name__ for error in REFUSABLE]:
         return False
-    others = [member for member in membership.in_state(State.MEMBER) if member is not worker]
-    return len(others) >= membership.min_size
+    return len(_without(membership, worker, State.MEMBER)) >= membership.min_size
 
 
 def on_refused(membership: Membership, worker_id: str, why: str) -> Outcome:
     """The worker failed in a way that `refuses` allows, and is ending: aim at the number there is without it."""
     worker = membership.worker(worker_id)
     assert worker is not None
-    others = [other for other in membership.in_state(State.JOINING, State.WARM, State.MEMBER) if other is not worker]
-    membership = replace(membership, target=len(others))
+    others = _without(membership, worker, State.JOINING, State.WARM, State.MEMBER)
+    membership = _put(replace(membership, target=len(others)), replace(worker, refused=True))
     text = f"{why}; the job goes on with {counted(len(others), 'worker')}"
     instructions: list[Instruction] = [Log("refused", worker_id, text), Excuse(worker_id)]
     # A member stays one until it is gone: others may wait for its words.
@@ -482,6 +482,11 @@ def _can_found(membership: Membership) -> bool:
 
 
 # Small steps the handlers share.
+
+
+def _without(membership: Membership, worker: Worker, *states: State) -> list[Worker]:
+    """The others in these states, less those that are refused: they are there only until they are gone."""
+    return [other for other in membership.in_state(*states) if other is not worker and not other.refused]
 
 
 def _put(membership: Membership, worker: Worker) -> Membership:

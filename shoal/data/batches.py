@@ -174,7 +174,8 @@ class Loader:
     def _raise_if_one_ended(self) -> None:
         for process in self._processes:
             if (code := process.exitcode) is not None:
-                how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+                names = {known.value: known.name for known in signal.Signals}
+                how = f"exit code {code}" if code >= 0 else names.get(-code, f"signal {-code}")
                 raise LoaderLost(
                     f"pass {self._pass.index}: loader process {process.pid} ended with {how}; if memory or /dev/shm "
                     "ran out, lower num_workers, prefetch_factor or the batch"
@@ -204,7 +205,11 @@ def _on_end_of_a_child(call: Callable[[], None]) -> Iterator[None]:
     def handler(signum: int, frame: FrameType | None) -> None:
         if callable(before):
             before(signum, frame)
-        call()
+        try:
+            call()
+        except BaseException:
+            signal.signal(signal.SIGCHLD, before)  # it may have come while the handler was being put back
+            raise
 
     before = signal.getsignal(signal.SIGCHLD)
     signal.signal(signal.SIGCHLD, handler)

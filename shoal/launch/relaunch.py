@@ -8,22 +8,20 @@ from dataclasses import dataclass, field, replace
 
 from shoal import errors
 from shoal.control.coordinator import OnError
-from shoal.control.membership import REFUSABLE, counted
+from shoal.control.membership import counted
 from shoal.launch.launcher import Exit, Failure
 
 
 def ends_job(exit: Exit, failure: Failure | None, on_error: OnError, excused: bool = False) -> errors.ShoalError | None:
     """The error that the end of this worker means for the whole job; None if the job goes on.
 
-    What the user can put right ends the job, since every worker would fail alike; unless the worker is `excused`, and
-    the others are well without it. With "relaunch", an exception in user code is taken for a fault of the machine.
+    What the user can put right ends the job, since every worker would fail alike; unless the worker is `excused`: the
+    others are well without it. With "relaunch", an exception in user code is taken for a fault of the machine.
     """
-    if exit.clean:
+    if exit.clean or excused:
         return None
     if failure is not None:
         error = failure.as_error()
-        if excused and isinstance(error, REFUSABLE):
-            return None
         if isinstance(error, errors.ScriptFailed):
             return error if on_error == "stop" else None
         return error if isinstance(error, errors.UserMistake) else None

@@ -68,6 +68,10 @@ class Replica:
                         f"group {index} of the optimizer has a parameter of shape {tuple(parameter.shape)} that is not "
                         f"the model's: build the optimizer from model.parameters()"
                     )
+                if id(parameter) in stepped:
+                    raise errors.OptimizerUnusable(
+                        f"{names[id(parameter)]} is in the optimizer twice: build it from model.parameters()"
+                    )
                 stepped.add(id(parameter))
         for name, parameter in parameters.items():
             if parameter.device.type != "cpu":
@@ -128,7 +132,8 @@ class Replica:
         options, schedulers = json.loads(text)
         for group, saved in zip(self.optimizer.param_groups, options, strict=True):
             for key, value in saved.items():
-                if _plain(group.get(key)) != value:
+                current = _plain(group.get(key))
+                if current != value or type(current) is not type(value):  # 1 is 1.0, and reads differently
                     group[key] = _like(group.get(key), value)
         for scheduler, saved in zip(self.schedulers, schedulers, strict=True):
             current = scheduler.state_dict()

@@ -45,6 +45,7 @@ class Stepper:
         self._text, self._placed = b"", (0, 0)
         self.fresh = False  # a newcomer, until its first commit
         self.newest_pass = 0  # of the last step that was voted on
+        self._greeted = 0  # the generation whose newcomers know the hyperparameters
         self.pending: StepReport | None = None
 
     def gradients(
@@ -74,6 +75,7 @@ class Stepper:
             self._take_greeting(group)
             self._ballot.post(group, TRAIN, attempt)
         if (editor := self._ballot.editor(group)) is not None:
+            self._sync.enter(group)  # buffers that the forward moved are not kept: it comes again
             return None, self._commit_edit(group, record, editor)
         self._ballot.check(group)
         after = advance(cursor, attempt.batch)
@@ -138,9 +140,10 @@ class Stepper:
 
     def _greet(self, group: Group, record: Record) -> None:
         """Tell newcomers the hyperparameters as they are, after whatever callbacks have done since the last commit."""
-        if group.words.greeting[0] != group.generation.number:
+        if self._greeted != group.generation.number:
+            self._greeted = group.generation.number
             self._place_text(record)
-            group.words.greeting = (group.generation.number, *self._placed)
+            group.words.greeting = (self._greeted, *self._placed)
 
     def _take_greeting(self, group: Group) -> None:
         generation, place, size = group.words.greeting
@@ -160,7 +163,9 @@ class Stepper:
             step_lo=at, step_hi=at, lo=at, hi=at, ids_digest=digest([]), skipped=False,
         ))  # fmt: skip
         planned = group.commit()
-        self._sync.settle(group)
+        self._sync.enter(group)  # not only settle: buffers and hyperparameters are the editor's now, on every rank
+        self.enter(self._records.read(group.seq))
+        self._greeted = 0
         return planned
 
     def _factor(self, group: Group, record: Record, after: Cursor) -> float:

@@ -238,6 +238,12 @@ class Worker:
             yield  # not shared yet: the first state is made of this
             return
         self._sync.open_edit()
+        if self._stepper.fresh:  # a newcomer on its way to the others, who have made this edit before
+            try:
+                yield
+            finally:
+                self._sync.enter(self._group)
+            return
         try:
             yield
         except BaseException:
@@ -282,7 +288,7 @@ class Worker:
             while True:
                 if self._group.changed:
                     self._reconfigure(attempted=self._group.seq + 1 if self._attempt is not None else None)
-                if self._stepper is not None and self._stepper.newest_pass > pass_.index:
+                if self._stepper is not None and self._stepper.fresh and self._stepper.newest_pass > pass_.index:
                     return  # the others left this pass early, before this newcomer's first step
                 if self._split_is_new:
                     self._end_dropped_epoch(pass_)
@@ -328,7 +334,7 @@ class Worker:
             self._split_is_new = True
         else:
             self._committed(self._pass, report)
-        if planned:
+        if planned and self._group is group:  # an edit in a callback may have moved on already
             self._reconfigure()
         return report is not None
 
@@ -439,7 +445,7 @@ class Worker:
         while True:
             self._group = group = self._parking.enter(above)
             above = group.generation.number
-            if self._stepper.fresh and group.seq and group.generation.finishing:
+            if self._stepper.fresh and not founded and group.seq and group.generation.finishing:
                 self._client.leave()  # let in by the last step of the others: there is nothing to do for a newcomer
                 continue
             if self._placement is not None:

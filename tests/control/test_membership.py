@@ -220,6 +220,18 @@ def test_nobody_becomes_a_member_once_a_script_has_come_to_its_end() -> None:
     assert script.take(Bye) == [Bye("late")]
 
 
+def test_newcomers_that_fail_together_are_not_all_refused() -> None:
+    script = running("w0", "w1")
+    for gone, comes in (("w0", "w2"), ("w1", "w3")):
+        script.feed(m.on_gone(script.membership, gone))
+        script.come(comes)
+        script.settle()
+    assert m.refuses(script.membership, "w2", "DataUnusable")
+    script.feed(m.on_refused(script.membership, "w2", "no samples"))
+    assert script.membership.target == 1
+    assert not m.refuses(script.membership, "w3", "DataUnusable")  # w2 is there only until it is gone
+
+
 def test_a_worker_that_returns_because_it_was_drained_does_not_end_the_job() -> None:
     script = running("w0", "w1")
     script.feed(m.on_leave(script.membership, "w1"))

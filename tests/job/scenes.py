@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 from training import Case, data, model
 
 import shoal
+from shoal.train.step import StepReport
 
 OUT = Path(sys.argv[2]) if len(sys.argv) > 2 else Path()
 
@@ -79,6 +80,37 @@ def reconfigures(worker: shoal.Worker) -> None:
     for batch in worker.batches(data(Case("")), global_batch=24, epochs=20):
         worker.step(loss_of(net, batch))
     write(worker, seen)
+
+
+def edits_in_callback(worker: shoal.Worker) -> None:
+    """Parameters are changed by a callback, after every third step."""
+    net = model(Case(""))
+
+    def clamp(report: StepReport) -> None:
+        if report.step % 3 == 0:
+            with worker.edit(), torch.no_grad():
+                net[0].weight.clamp_(-0.05, 0.05)
+
+    worker.attach(net, torch.optim.SGD(net.parameters(), lr=0.01), on_step=clamp)
+    for batch in worker.batches(data(Case("")), global_batch=24, epochs=20):
+        worker.step(loss_of(net, batch))
+
+
+def stages(worker: shoal.Worker) -> None:
+    """Each pass is left after two steps, and the model is halved between passes; it has BatchNorm."""
+    net = nn.Sequential(nn.BatchNorm1d(data(Case(""))[0][0].numel()).double(), model(Case("")))
+    weight = net[1][0].weight
+    worker.attach(net, torch.optim.SGD(net.parameters(), lr=0.0))
+    with worker.edit():
+        nn.init.ones_(weight)
+    for half in range(1, 41):
+        for batch in worker.batches(data(Case("")), global_batch=24):
+            worker.step(nn.functional.cross_entropy(net(batch.x.flatten(1)), batch.y))
+            if worker.steps >= 2 * half:
+                break
+        with worker.edit(), torch.no_grad():
+            weight.mul_(0.5)
+    write(worker, {"halved": -torch.log2(weight[0, 0]).item(), "batches": net[0].num_batches_tracked.item()})
 
 
 def poisoned(worker: shoal.Worker) -> None:

@@ -128,6 +128,23 @@ def test_newcomers_follow_members_that_have_left_a_pass_early(tmp_path: Path) ->
     assert len(result.digests) == 6
 
 
+def test_an_edit_in_a_callback_may_meet_a_change_of_workers(tmp_path: Path) -> None:
+    plan = FaultPlan().join(at_step=20).kill("w1", step=60, during="ready").join(at_step=100).join(at_step=140)
+    result = job(tmp_path, "edits_in_callback", plan=plan, workers="2:5").run()
+    assert result.exit_code == 0, result.output
+    assert result.audit.clean, str(result.audit)
+    assert len(set(result.digests.values())) == 1
+
+
+def test_newcomers_repeat_no_edit_and_count_no_batch_twice(tmp_path: Path) -> None:
+    plan = FaultPlan().join(at_step=10).join(at_step=25).join(at_step=40).join(at_step=55)
+    result = job(tmp_path, "stages", plan=plan, workers="2:6").run()
+    assert result.exit_code == 0, result.output
+    assert result.audit.clean, str(result.audit)
+    assert written(tmp_path)["w0"] == {"halved": 40.0, "batches": 80}
+    assert len(set(result.digests.values())) == 1
+
+
 def test_a_newcomer_let_in_by_the_last_step_does_not_train_on_alone(tmp_path: Path) -> None:
     # While step 6 is held up the newcomer gets warm, and is a member from the commit of that step on.
     plan = FaultPlan().join(at_step=3).slow("w0", step=6, during="forward", seconds=2.0)

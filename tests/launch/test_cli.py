@@ -39,7 +39,7 @@ MISTAKES = {
     "run -n 0 train.py": "SettingsContradict: -n 0 has no worker",
     "run -n 0:4 train.py": "SettingsContradict: -n 0:4 has no worker",
     "run -n -3 train.py": "SettingsContradict: -n -3 has no worker",
-    "run -n 8:2 train.py": "SettingsContradict: -n 8:2 has more at least than at most; write -n 2:8",
+    "run -n 8:2 train.py": "SettingsContradict: -n 8:2 asks for more at least than at most; write -n 2:8",
     "run -n x train.py": "SettingsContradict: -n x is not a number of workers",
     "run -n 1:2:3 train.py": "SettingsContradict: -n 1:2:3 is not a number of workers",
     "run -n 1000 train.py": "SettingsContradict: -n 1000 is more than one host takes",
