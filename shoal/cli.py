@@ -216,16 +216,18 @@ def _name(run_dir: RunDir) -> str:
 
 
 def _summary(run_dir: RunDir, ending: Ending, took_s: float) -> list[str]:
-    kinds = [event["event"] for event in read_events(run_dir.events)]
+    events = read_events(run_dir.events)
+    kinds = [event["event"] for event in events]
     if "generation" not in kinds:
         if ending.signum is None and "stopping" not in kinds:
             raise _never_joined(run_dir, called="finished" in kinds)
         return [f"stopped ({ending.reason}) before the job had begun"]
     how = "finished" if "finished" in kinds else f"stopped ({ending.reason})"
     report = _audit(run_dir)
+    lost, refused = ({event["worker_id"] for event in events if event["event"] == kind} for kind in ("lost", "refused"))
     line = (
         f"{how}: {counted(report.steps, 'step')}, {counted(report.samples, 'sample')} in {took_s:.1f} s, "
-        f"{counted(kinds.count('generation'), 'generation')}, {counted(kinds.count('lost'), 'worker')} lost"
+        f"{counted(kinds.count('generation'), 'generation')}, {counted(len(lost - refused), 'worker')} lost"
     )
     return [line, str(report)]
 

@@ -21,6 +21,7 @@ from shoal.errors import CoordinatorLost, SettingsContradict
 from shoal.train.worker import Worker
 
 _WAIT_S = 60.0
+_BUDGET_S = 30.0  # between their turns workers are silent for long
 _EPOCHS = 1_000_000_000  # the runner says when it is enough
 
 
@@ -50,7 +51,8 @@ def join(setup: Setup) -> Worker:
         RunDir.create(run, {})
         count = str(setup.n_workers)
         command = [sys.executable, "-m", "shoal.control.coordinator", "--dir", str(run)]
-        coordinator = subprocess.Popen([*command, "--min", count, "--max", count, "--target", count])
+        sizes = ["--min", count, "--max", count, "--target", count]
+        coordinator = subprocess.Popen([*command, *sizes, "--budget", str(_BUDGET_S)])
         atexit.register(coordinator.kill)
     deadline_s = time.monotonic() + _WAIT_S
     while not (run / "address").exists():
@@ -61,5 +63,5 @@ def join(setup: Setup) -> Worker:
     address = run_dir.address()
     assert address is not None
     return Worker(
-        f"w{setup.rank}", socket.gethostname(), run_dir, address, MeetingMemory(meeting), Timeouts(30.0), None
+        f"w{setup.rank}", socket.gethostname(), run_dir, address, MeetingMemory(meeting), Timeouts(_BUDGET_S), None
     )  # fmt: skip

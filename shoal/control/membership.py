@@ -503,7 +503,9 @@ def _alive(worker: Worker, now: float) -> Worker:
 
 
 def _mark_awaited(membership: Membership, now: float) -> Membership:
-    awaited = {worker_id for worker in membership.workers for worker_id in worker.life.waits_for}
+    # A member is awaited also when nobody says so: if all of them are stopped, there is nobody to say it.
+    awaited = {worker.worker_id for worker in membership.in_state(State.MEMBER)}
+    awaited |= {worker_id for worker in membership.workers for worker_id in worker.life.waits_for}
     if membership.waits_for_joiners:
         awaited |= {worker.worker_id for worker in membership.in_state(State.JOINING)}
     awaited -= {worker.worker_id for worker in membership.in_state(State.PARTED)}

@@ -40,6 +40,7 @@ from shoal.launch.launcher import Exit
 from shoal.process import die_with
 
 PACKET_BYTES = 256 * 1024  # more than a socket of this kind takes in one packet by default
+_FULL_S = 0.01
 _TRACEBACK_CHARACTERS = 16_000
 
 
@@ -96,12 +97,21 @@ class ForkServer:
         fields = asdict(request)
         packet = {"start": fields.pop("worker_id"), **fields}
         try:
-            socket.send_fds(self._sock, [json.dumps(packet).encode()], [channel.fileno()])
+            await self._send(json.dumps(packet).encode(), channel)
             return await reply
         except OSError as problem:
             raise errors.ForkServerLost(f"the fork server takes no request ({problem}); see {self._log}") from problem
         finally:
             self._replies.pop(request.worker_id, None)
+
+    async def _send(self, packet: bytes, channel: socket.socket) -> None:
+        """The server takes requests one by one: a scale-up by hundreds fills the socket for a while."""
+        while True:
+            try:
+                socket.send_fds(self._sock, [packet], [channel.fileno()])
+                return
+            except BlockingIOError:
+                await asyncio.sleep(_FULL_S)  # a server that ended is another error
 
     def close(self) -> None:
         """End the server and with it every worker it forked."""

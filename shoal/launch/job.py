@@ -356,6 +356,8 @@ class Job:
                 self._loop.call_later(_LAST_WORD_S, self._end_doubtful, exit.worker_id)
                 return None
             return self._end(ending, self._timeouts.budget_s)
+        if failure is not None and not exit.clean:  # the job goes on, and the user still wants to know
+            self._screen.say(failure.traceback or f"{exit.worker_id} failed: {failure.kind}: {failure.message}")
         replaceable = not exit.clean and not excused
         self._relaunch, decisions = self._relaunch.on_exit(exit.worker_id, not replaceable, time.monotonic())
         for decision in decisions:

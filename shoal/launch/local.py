@@ -208,8 +208,13 @@ class LocalLauncher(Launcher):
         return committed
 
     async def _all_dead(self, workers: Sequence[_Worker], timeout_s: float) -> None:
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(asyncio.gather(*(worker.dead.wait() for worker in workers)), timeout_s)
+        waiting = [asyncio.ensure_future(worker.dead.wait()) for worker in workers]
+        try:
+            if waiting:
+                await asyncio.wait(waiting, timeout=timeout_s)
+        finally:
+            for one in waiting:
+                one.cancel()
 
     # ---- how it ends
 

@@ -62,6 +62,10 @@ def _run_alone(main: Callable[[Worker], None], environment: WorkerEnvironment) -
         worker = Worker("w0", socket.gethostname(), run_dir, address, OwnMemory(), Timeouts(), None)
         try:
             _live(worker, main, environment.plugin)
+            if not worker.progress().seq:
+                raise errors.ScriptFailed(
+                    f"{script} trained nothing: main(worker) must go over worker.batches(…) and call worker.step(loss)"
+                )
         finally:
             coordinator.stop()
             at = worker.progress()

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from shoal import errors, metrics
-from shoal.control.client import Client, Progress
+from shoal.control.client import Client, Progress, status
 from shoal.control.rundir import RunDir
 from shoal.control.timeouts import Timeouts
 from shoal.data import ledger
@@ -80,6 +80,7 @@ class Worker:
     ) -> None:  # fmt: skip
         self.id = worker_id
         self._run_dir = run_dir
+        self._address = address
         self._memory = memory
         self._timeouts = timeouts
         self._placement = placement
@@ -105,8 +106,18 @@ class Worker:
 
     @property
     def rank(self) -> int:
-        """This worker's index in the present generation. It may change between steps; 0 always exists."""
-        return self._group.rank if self._group else 0
+        """This worker's index in the present generation, which may change between steps; 0 always exists. -1 while it
+        is no member: before the first batch, and in code after a pass that the others did without it."""
+        if self._group is not None:
+            return self._group.rank
+        return 0 if self._alone() else -1
+
+    def _alone(self) -> bool:
+        """Whether this worker, which is no member, has to do what rank 0 does: nobody else is there, or has been."""
+        state = status(self._address, self._run_dir.token())
+        others = [other for other in state["workers"] if other["worker_id"] != self.id and other["state"] != "parted"]
+        nobody_comes = bool(self._words.commit) or state["target"] == 1
+        return nobody_comes and not others and state["phase"] != "finishing"
 
     @property
     def size(self) -> int:

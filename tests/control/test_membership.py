@@ -308,10 +308,19 @@ def test_sizes_that_cannot_all_hold_are_refused(sizes: tuple[int, int, int]) -> 
         m.found(*sizes)
 
 
-def test_a_worker_nobody_waits_for_is_never_suspect() -> None:
+def test_a_joiner_nobody_waits_for_is_never_suspect() -> None:
+    script = running("w0")
+    script.feed(m.on_join(script.membership, "w1", "here", 0.0))
+    for _ in range(1000):
+        script.tick_until(script.now + 1.0)
+        script.feed(m.on_beat(script.membership, "w0", script.now))
+    assert not script.take(Probe, Fence)
+
+
+def test_members_that_are_all_silent_are_fenced_though_nobody_is_left_to_wait_for_them() -> None:
     script = running("w0", "w1")
-    script.tick_until(1000.0)
-    assert script.out == []
+    script.tick_until(30.0)
+    assert sorted(each.worker_id for each in script.take(Fence)) == ["w0", "w1"]
 
 
 def test_an_awaited_silent_worker_is_probed_and_fenced_at_the_budget_and_lost_only_when_gone() -> None:
@@ -338,26 +347,42 @@ def test_cpu_time_that_advances_speaks_for_a_silent_worker_unless_it_is_stopped(
     for _ in range(40):
         script.tick_until(script.now + 1.0)
         script.feed(m.on_waiting(script.membership, "w0", ["w1"], script.now))
+        script.feed(m.on_beat(script.membership, "w0", script.now))
         script.feed(m.on_evidence(script.membership, "w1", stopped, script.now, script.now))
     assert bool(script.take(Fence)) == fenced
 
 
-def test_a_worker_long_silent_before_anybody_waited_is_not_fenced_before_it_was_probed() -> None:
+def with_a_leaver() -> Script:
     script = running("w0", "w1")
-    script.tick_until(100.0)
+    script.feed(m.on_leave(script.membership, "w1"))
+    script.settle()
+    script.take()
+    return script
+
+
+def live_until(script: Script, end: float) -> None:
+    """Time passes, and w0 beats."""
+    while script.now < end:
+        script.tick_until(script.now + 1.0)
+        script.feed(m.on_beat(script.membership, "w0", script.now))
+
+
+def test_a_leaver_long_silent_before_anybody_waited_is_not_fenced_before_it_was_probed() -> None:
+    script = with_a_leaver()
+    live_until(script, 100.0)
     script.feed(m.on_waiting(script.membership, "w0", ["w1"], script.now))
-    script.tick_until(104.0)
+    live_until(script, 104.0)
     assert {type(each) for each in script.take(Fence, Probe)} == {Probe}
-    script.tick_until(106.0)
+    live_until(script, 106.0)
     assert script.take(Fence)
 
 
 def test_waiting_that_ended_takes_the_suspicion_away() -> None:
-    script = running("w0", "w1")
+    script = with_a_leaver()
     script.feed(m.on_waiting(script.membership, "w0", ["w1"], 0.0))
-    script.tick_until(8.0)
+    live_until(script, 8.0)
     script.feed(m.on_waiting(script.membership, "w0", [], script.now))
-    script.tick_until(100.0)
+    live_until(script, 100.0)
     assert script.take(Fence) == []
 
 

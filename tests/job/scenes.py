@@ -113,6 +113,18 @@ def stages(worker: shoal.Worker) -> None:
     write(worker, {"halved": -torch.log2(weight[0, 0]).item(), "batches": net[0].num_batches_tracked.item()})
 
 
+def ranks(worker: shoal.Worker) -> None:
+    """Code after each pass, as scripts have it that evaluate and save."""
+    net = model(Case(""))
+    worker.attach(net, torch.optim.SGD(net.parameters(), lr=0.01))
+    after = [worker.rank]
+    for _ in range(3):
+        for batch in worker.batches(data(Case("")), global_batch=24, epochs=3):
+            worker.step(loss_of(net, batch))
+        after.append(worker.rank)
+    write(worker, after)
+
+
 def poisoned(worker: shoal.Worker) -> None:
     """The loss of one step is not a number."""
     net = model(Case(""))

@@ -145,6 +145,31 @@ def test_newcomers_repeat_no_edit_and_count_no_batch_twice(tmp_path: Path) -> No
     assert len(set(result.digests.values())) == 1
 
 
+def test_nobody_is_rank_0_but_rank_0(tmp_path: Path) -> None:
+    plan = FaultPlan().join(at_step=100).slow("w0", step=150, during="forward", seconds=2.0)
+    result = job(tmp_path, "ranks", plan=plan, workers="2:3").run()
+    assert result.exit_code == 0, result.output
+    after = written(tmp_path)
+    assert after["w0"] == [-1, 0, 0, 0]
+    assert after["w1"] == [-1, 1, 1, 1]
+    assert after["w2"] == [-1, -1, -1, 2]  # it came in the third pass
+
+
+def test_a_lone_worker_that_finds_everything_trained_does_what_rank_0_has_to_do(tmp_path: Path) -> None:
+    plan = FaultPlan().kill("w0", step=180, during="after_commit")  # the last step: what comes after it was not done
+    result = job(tmp_path, "ranks", plan=plan, workers="1").run()
+    assert result.exit_code == 0, result.output
+    assert written(tmp_path)["w1"] == [0, 0, 0, 0]
+
+
+def test_workers_that_are_all_stopped_are_noticed_and_replaced(tmp_path: Path) -> None:
+    plan = FaultPlan().stop("w0", step=20).stop("w1", step=20)
+    result = job(tmp_path, "passes", plan=plan, options=("--budget", "1")).run()
+    assert result.exit_code == 0, result.output
+    assert {event["worker_id"] for event in result.of("fenced")} == {"w0", "w1"}
+    assert result.audit.clean, str(result.audit)
+
+
 def test_a_newcomer_let_in_by_the_last_step_does_not_train_on_alone(tmp_path: Path) -> None:
     # While step 6 is held up the newcomer gets warm, and is a member from the commit of that step on.
     plan = FaultPlan().join(at_step=3).slow("w0", step=6, during="forward", seconds=2.0)

@@ -119,6 +119,21 @@ def test_fork_server_has_one_thread_when_it_forks(tmp_path):
     asyncio.run(go())
 
 
+def test_more_starts_than_the_fork_servers_socket_holds_wait_for_their_turn(tmp_path):
+    async def go():
+        async with launching(tmp_path, "pass") as watched:
+            server = watched.launcher._server._process
+            server.send_signal(signal.SIGSTOP)  # it takes nothing
+            starts = [asyncio.ensure_future(watched.start(f"w{number}")) for number in range(400)]
+            done, waiting = await asyncio.wait(starts, timeout=0.5)
+            assert not [start.exception() for start in done]
+            for start in waiting:
+                start.cancel()
+            await asyncio.wait(starts)
+
+    asyncio.run(go())
+
+
 def test_exception_in_user_code_is_told_with_the_users_frames_only(tmp_path):
     script = """
         def loss():
