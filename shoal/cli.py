@@ -235,9 +235,7 @@ def _summary(run_dir: RunDir, ending: Ending, took_s: float) -> list[str]:
 def _never_joined(run_dir: RunDir, called: bool) -> errors.ScriptFailed:
     script = Path(run_dir.settings()["script"]).name
     if called:
-        return errors.ScriptFailed(
-            f"{script} trained nothing: main(worker) must go over worker.batches(…) and call worker.step(loss)"
-        )
+        return errors.trained_nothing(script)
     return errors.ScriptFailed(f"{script} ended without calling shoal.run(main); call it at the end of the script")
 
 

@@ -103,5 +103,11 @@ def named(name: str, message: str) -> ShoalError:
     return ScriptFailed(f"{name}: {message}")
 
 
+def trained_nothing(script: str) -> ScriptFailed:
+    return ScriptFailed(
+        f"{script} trained nothing: main(worker) must go over worker.batches(…) and call worker.step(loss)"
+    )
+
+
 def exit_code(error: ShoalError) -> int:
     return 2 if isinstance(error, UserMistake) else 1

@@ -63,9 +63,7 @@ def _run_alone(main: Callable[[Worker], None], environment: WorkerEnvironment) -
         try:
             _live(worker, main, environment.plugin)
             if not worker.progress().seq:
-                raise errors.ScriptFailed(
-                    f"{script} trained nothing: main(worker) must go over worker.batches(…) and call worker.step(loss)"
-                )
+                raise errors.trained_nothing(os.path.basename(script))
         finally:
             coordinator.stop()
             at = worker.progress()

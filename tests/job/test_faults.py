@@ -106,7 +106,7 @@ def test_a_seeded_sweep_of_random_kills(tmp_path: Path, workers: int, loaders: i
     ("workers", "loaders", "optimizer"),
     [(2, 0, "sgd"), (3, 0, "adamw"), (5, 0, "adam"), (2, 2, "adamw"), (3, 2, "sgd"), (4, 2, "adafactor")],
 )
-def test_two_hundred_random_kills(tmp_path: Path, workers: int, loaders: int, optimizer: str) -> None:
+def test_forty_random_kills_a_job(tmp_path: Path, workers: int, loaders: int, optimizer: str) -> None:
     """Six jobs, each with at least 40 deaths at points drawn from the seed."""
     case = Case(str(tmp_path / "out"), optimizer=optimizer, epochs=600, loader_workers=loaders, scheduler=True)
     plan = FaultPlan().chaos(seed=7 * workers + loaders, rate=0.002, limit=40)

@@ -271,6 +271,9 @@ def test_a_job_of_one_process_ends_with_the_exit_codes_of_shoal_run(tmp_path: Pa
     assert mistaken.returncode == 2
     assert "Traceback" not in mistaken.stderr
     assert last_line(mistaken.stderr).startswith("shoal: SettingsContradict: batches() before attach()")
+    idle = alone(tmp_path, NEVER_STEPS)
+    assert idle.returncode == 2
+    assert " trained nothing: main(worker) must go over worker.batches" in last_line(idle.stderr)
 
 
 def alone(tmp_path: Path, main: str) -> subprocess.CompletedProcess[str]:
