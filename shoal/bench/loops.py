@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from shoal import models
 from shoal.bench.bodies import Setup, Step, Training
@@ -20,6 +21,8 @@ from shoal.errors import SettingsContradict
 # What a step costs does not depend on it. A fixed batch learned by heart would: its gradients sink below the smallest
 # normal float, and arithmetic on those is slow.
 _LEARNING_RATE = 1e-5
+
+_STEPS_AN_EPOCH = 1000
 
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=_LEARNING_RATE, momentum=0.9),
@@ -54,10 +57,15 @@ def optimizer(name: str, parameters: Iterable[nn.Parameter]) -> torch.optim.Opti
     return OPTIMIZERS[name](parameters)
 
 
+def samples(setup: Setup, work: Training) -> TensorDataset:
+    """What every loop draws batches from, though it trains on the fixed one: loading costs all of them the same."""
+    return TensorDataset(torch.zeros(work.batch * setup.n_workers * _STEPS_AN_EPOCH))
+
+
 def independent(setup: Setup) -> Step:
     """The plain loop, each worker for itself: what the machine gives when nobody waits for anybody."""
     work, made = _prepare(setup)
-    return _loop(made.model, made, work.optimizer)
+    return _loop(setup, work, made.model, made)
 
 
 def ddp(setup: Setup) -> Step:
@@ -65,7 +73,7 @@ def ddp(setup: Setup) -> Step:
     work, made = _prepare(setup)
     join_gloo(setup)
     wrapped = DistributedDataParallel(made.model, gradient_as_bucket_view=True)
-    return _loop(wrapped, made, work.optimizer)
+    return _loop(setup, work, wrapped, made)
 
 
 def join_gloo(setup: Setup) -> None:
@@ -83,12 +91,22 @@ def _prepare(setup: Setup) -> tuple[Training, Material]:
     return setup.work, material(setup.work, setup.rank)
 
 
-def _loop(model: nn.Module, made: Material, optimizer_name: str) -> Step:
-    stepped = optimizer(optimizer_name, model.parameters())
+def _loop(setup: Setup, work: Training, model: nn.Module, made: Material) -> Step:
+    stepped = optimizer(work.optimizer, model.parameters())
+    batches = _batches(setup, work)
 
     def step() -> None:
+        next(batches)
         stepped.zero_grad()
         made.loss(model(made.inputs), made.targets).backward()  # type: ignore[no-untyped-call]
         stepped.step()
 
     return step
+
+
+def _batches(setup: Setup, work: Training) -> Iterator[object]:
+    data = samples(setup, work)
+    sampler: DistributedSampler[int] = DistributedSampler(data, setup.n_workers, setup.rank)
+    loader = DataLoader(data, batch_size=work.batch, sampler=sampler)
+    while True:
+        yield from loader

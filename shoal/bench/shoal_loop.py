@@ -10,10 +10,9 @@ import time
 from pathlib import Path
 
 import torch
-from torch.utils.data import TensorDataset
 
 from shoal.bench.bodies import Setup, Step, Training
-from shoal.bench.loops import material, optimizer
+from shoal.bench.loops import material, optimizer, samples
 from shoal.bench.meeting import MeetingMemory
 from shoal.control.rundir import RunDir
 from shoal.control.timeouts import Timeouts
@@ -33,8 +32,7 @@ def shoal(setup: Setup) -> Step:
     made = material(setup.work, setup.rank)
     worker = join(setup)
     worker.attach(made.model, optimizer(setup.work.optimizer, made.model.parameters()))
-    size = setup.work.batch * setup.n_workers
-    batches = worker.batches(TensorDataset(torch.zeros(size * 1000)), batch_size=setup.work.batch, epochs=_EPOCHS)
+    batches = worker.batches(samples(setup, setup.work), batch_size=setup.work.batch, epochs=_EPOCHS)
 
     def step() -> None:
         next(batches)
