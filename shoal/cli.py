@@ -17,7 +17,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields, replace
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,17 +26,19 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from shoal import __version__, errors
+from shoal import __version__, checkpoints, errors
+from shoal.checkpoints import Checkpoint
 from shoal.control import client, rundir
 from shoal.control.environment import WorkerEnvironment
 from shoal.control.membership import counted
 from shoal.control.rundir import Committed, RunDir
 from shoal.control.timeouts import DEFAULT_BUDGET_S, Timeouts
-from shoal.launch.job import Ending, Job, Size, parse_size
+from shoal.launch.job import BEGINNING, Ending, Job, Origin, parse_size
 from shoal.launch.local import LocalLauncher
-from shoal.launch.relaunch import Relaunch, default_restarts
+from shoal.launch.relaunch import Relaunch
 from shoal.launch.screen import Screen
-from shoal.metrics import read_events
+from shoal.launch.settings import JobSettings
+from shoal.metrics import EventLog, read_events
 
 app = typer.Typer(
     help="Train one PyTorch model on many workers that come and go.",
@@ -58,6 +60,7 @@ class OnErrorChoice(str, Enum):
     relaunch = "relaunch"
 
 
+_POLL_S = 0.1
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -131,71 +134,128 @@ def run(
         int | None, typer.Option(help="torch threads of a worker; its share of the cores if left out.")
     ] = None,
     pin: Annotated[bool, typer.Option("--pin/--no-pin", help="Give each worker cores of its own.")] = True,
+    checkpoint_every: Annotated[
+        str,
+        typer.Option(
+            metavar="STEPS|TIME|off", help="Take a checkpoint so often: 500 steps, 30s, 10m, 2h; also at the end."
+        ),
+    ] = checkpoints.DEFAULT_EVERY,
+    keep: Annotated[int, typer.Option(help="How many checkpoints stay.")] = checkpoints.DEFAULT_KEEP,
+    init_from: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="Begin with the weights of a checkpoint, a run, or a safetensors file."),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Errors and the summary only.")] = False,
 ) -> int:
     """Train with a script on this machine, while workers come and go."""
     cores = len(os.sched_getaffinity(0))
     size = parse_size(workers if workers is not None else str(cores), cores)
-    timeouts = Timeouts(budget_s)
-    if restarts is not None and restarts < 0:
-        raise errors.SettingsContradict(f"--restarts {restarts} is below 0; 0 means that no worker is replaced")
-    if threads is not None and threads < 1:
-        raise errors.SettingsContradict(f"--threads {threads} is below 1; leave it out to divide the cores")
-    memory_bytes = parse_bytes(memory) if memory is not None else None
-    budget = restarts if restarts is not None else default_restarts(size.target)
-    if backoff < 0:
-        raise errors.SettingsContradict(f"--backoff {backoff:g} is below 0; 0 replaces a dead worker at once")
-    relaunch = Relaunch(budget, first_delay_s=backoff)
-    check_script(script)
-    script = script.absolute()
-    settings = {
-        "script": str(script),
-        "args": args or [],
-        "min": size.min,
-        "max": size.max,
-        "target": size.target,
-        "budget_s": budget_s,
-        "on_error": on_error.value,
-        "restarts": budget,
-        "backoff_s": backoff,
-        "memory_bytes": memory_bytes,
-        "threads": threads,
-        "pin": pin,
-        "version": __version__,
-    }
-    run_dir = RunDir.create(directory, settings) if directory else rundir.create_default(script, settings)
-    make_launcher = functools.partial(
-        LocalLauncher,
-        script,
-        args or [],
-        run_dir.logs,
-        memory_limit_bytes=memory_bytes,
-    )
-    inherited = WorkerEnvironment.from_env(os.environ)
-    environment = WorkerEnvironment(
-        threads=threads or 0,
+    settings = JobSettings(
+        script=str(script.absolute()),
+        args=tuple(args or ()),
+        min=size.min,
+        max=size.max,
+        target=size.target,
+        budget_s=Timeouts(budget_s).budget_s,
+        on_error=on_error.value,
+        restarts=restarts,
+        backoff_s=backoff,
+        memory_bytes=parse_bytes(memory) if memory is not None else None,
+        threads=threads,
         pin=pin,
-        plugin=inherited.plugin,
-        faults=inherited.faults and os.path.abspath(inherited.faults),
+        checkpoint_every=checkpoint_every,
+        checkpoint_keep=keep,
+        init_from=str(init_from.absolute()) if init_from is not None else "",
     )
-    return _run_job(run_dir, size, timeouts, relaunch, on_error, environment, Screen(quiet), make_launcher)
+    check_script(script)
+    if init_from is not None:
+        checkpoints.weights(init_from)
+    kept = asdict(settings)
+    run_dir = RunDir.create(directory, kept) if directory else rundir.create_default(script, kept)
+    with run_dir.held():
+        return _run_job(run_dir, settings, Screen(quiet))
+
+
+@app.command(
+    epilog="""**Examples**
+
+`shoal resume` — go on with the newest job under ./shoal-runs
+
+`shoal resume runs/a -n 8` — with eight workers, whatever it had before"""
+)
+def resume(
+    job: JobArgument = None,
+    workers: Annotated[
+        str | None,
+        typer.Option("-n", "--workers", metavar="N|MIN:MAX", help="How many workers; as before if left out."),
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Errors and the summary only.")] = False,
+) -> int:
+    """Go on with a job that has ended or was killed, from its newest checkpoint that is whole."""
+    run_dir = rundir.find(job)
+    settings = JobSettings.read(run_dir.settings())
+    if workers is not None:
+        size = parse_size(workers, len(os.sched_getaffinity(0)))
+        settings = replace(settings, min=size.min, max=size.max, target=size.target)
+    check_script(Path(settings.script))
+    screen = Screen(quiet)
+    with run_dir.held():
+        newest, damaged = checkpoints.newest_whole(run_dir.checkpoints)
+        for line in damaged:
+            screen.say(f"{line}; it is left out")
+        if newest is None:
+            screen.tell("there is no checkpoint to go on from: the job begins anew")
+        else:
+            screen.tell(f"going on from {newest.path.name}: step {newest.step:,}, epoch {newest.manifest['epoch']}")
+        return _run_job(run_dir, settings, screen, _origin(run_dir, newest), newest)
+
+
+def _origin(run_dir: RunDir, newest: Checkpoint | None) -> Origin:
+    """Make the run directory that of a job that goes on from this checkpoint."""
+    from shoal.data.audit import roll_back  # numpy costs a tenth of a second
+
+    generation = run_dir.last_generation()
+    at = None if newest is None else {**newest.manifest["record"], "seq": newest.seq}
+    committed = None if at is None else Committed(**{field.name: at[field.name] for field in fields(Committed)})
+    roll_back(run_dir.audit, generation, 0 if newest is None else newest.seq)
+    run_dir.forget_ending()
+    events = EventLog(run_dir.events)
+    events.write(time.time(), "resumed", generation=generation, step=0 if newest is None else newest.step)
+    events.close()
+    return Origin(committed, generation, run_dir.next_worker())
 
 
 def _run_job(
     run_dir: RunDir,
-    size: Size,
-    timeouts: Timeouts,
-    relaunch: Relaunch,
-    on_error: OnErrorChoice,
-    environment: WorkerEnvironment,
+    settings: JobSettings,
     screen: Screen,
-    make_launcher: functools.partial[LocalLauncher],
+    origin: Origin = BEGINNING,
+    checkpoint: Checkpoint | None = None,
 ) -> int:
-    screen.tell(f"job {_name(run_dir)}: {counted(size.target, 'worker')}, run directory {run_dir.path}")
+    inherited = WorkerEnvironment.from_env(os.environ)
+    environment = WorkerEnvironment(
+        threads=settings.threads or 0,
+        pin=settings.pin,
+        plugin=inherited.plugin,
+        faults=inherited.faults and os.path.abspath(inherited.faults),
+        checkpoint_every=settings.checkpoint_every,
+        checkpoint_keep=settings.checkpoint_keep,
+        resume=str(checkpoint.path) if checkpoint is not None else "",
+        init_from=settings.init_from,
+    )
+    make_launcher = functools.partial(
+        LocalLauncher,
+        Path(settings.script),
+        list(settings.args),
+        run_dir.logs,
+        memory_limit_bytes=settings.memory_bytes,
+    )
+    screen.tell(f"job {_name(run_dir)}: {counted(settings.target, 'worker')}, run directory {run_dir.path}")
     began = time.monotonic()
 
     async def go() -> Ending:
-        job = Job(run_dir, size, timeouts, relaunch, on_error.value, environment, screen)
+        relaunch, timeouts = settings.relaunch, settings.timeouts
+        job = Job(run_dir, settings.size, timeouts, relaunch, settings.on_error, environment, screen, origin)
         return await job.run(make_launcher)
 
     ending = asyncio.run(go())
@@ -342,6 +402,27 @@ def stop(job: JobArgument = None) -> int:
     client.stop(_address(run_dir), run_dir.token(), "shoal stop")
     print(f"{_name(run_dir)}: stopping")
     return 0
+
+
+@app.command(epilog="**Example** `shoal checkpoint runs/a`")
+def checkpoint(job: JobArgument = None, as_json: JsonOption = False) -> int:
+    """Take a checkpoint of the next step, and wait until it is on the disk."""
+    run_dir = rundir.find(job)
+    before = len(read_events(run_dir.events))
+    asked = client.checkpoint(_address(run_dir), run_dir.token())["generation"]
+    while True:
+        for event in read_events(run_dir.events)[before:]:
+            if event["event"] == "checkpointed":
+                print(json.dumps(event) if as_json else f"{event['path']}: {event['text']}")
+                return 0
+            if event["event"] == "checkpoint_failed":
+                raise errors.ShoalError(event["text"])
+        state = _live_status(run_dir)
+        if not state:
+            raise errors.JobNotFound(f"{_name(run_dir)} ended before it had taken a checkpoint; see shoal status")
+        if state["generation"] != asked:  # the lowest rank may have gone with the request
+            asked = client.checkpoint(_address(run_dir), run_dir.token())["generation"]
+        time.sleep(_POLL_S)
 
 
 @app.command(epilog="**Example** `shoal audit runs/a` — exits with 1 when a sample was lost or trained twice")

@@ -11,6 +11,7 @@ ShoalError                      what shoal raises
 │   ├── LossNotFinite           a loss is NaN or infinite and the policy is to stop
 │   ├── OutOfSharedMemory       the arena does not fit
 │   ├── RunDirUnusable          not a run directory, or another job's
+│   ├── CheckpointUnusable      damaged, of a newer version, or of another model
 │   ├── JobNotFound             no job of that name answers
 │   └── TokenRefused            the token is missing or not the job's
 ├── RestartBudgetSpent          workers died more often than the budget allows
@@ -64,6 +65,10 @@ class OutOfSharedMemory(UserMistake):
 
 
 class RunDirUnusable(UserMistake):
+    pass
+
+
+class CheckpointUnusable(UserMistake):
     pass
 
 

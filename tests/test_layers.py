@@ -13,7 +13,7 @@ import shoal
 
 ROOT = Path(shoal.__file__).parent
 LAYERS = [
-    ("errors", "metrics", "process"),
+    ("errors", "metrics", "process", "checkpoints"),
     ("data",),
     ("control",),
     ("sync",),

@@ -198,6 +198,7 @@ class Client:
         self._last_fault = 0
         self.newest: Generation | None = None
         self.dismissed = False  # the coordinator said Bye
+        self.on_checkpoint: Callable[[], None] = lambda: None  # called when somebody asks for one
         self._link = Link(address, token, "Work", ToWorker, timeouts, self._join, self._hear, self._beat)
 
     def connect(self) -> int:
@@ -241,6 +242,11 @@ class Client:
 
     def scale(self, target: int, relative: bool = False) -> None:
         self._link.say(FromWorker(scale={"target": target, "relative": relative}), later=True)
+
+    def note(self, kind: str, text: str, fields: dict[str, Any]) -> None:
+        """Something for the event log."""
+        body = {"kind": kind, "text": text, "fields_json": json.dumps(fields)}
+        self._link.say(FromWorker(note=body), later=True)
 
     def wait_newer(self, number: int, timeout_s: float) -> Generation | None:
         """The newest generation once it is above `number`; None after the timeout, or when dismissed meanwhile.
@@ -299,6 +305,8 @@ class Client:
                     self._last_fault = generation.number
                 self._news.notify_all()
             self._on_generation(generation)
+        elif kind == "checkpoint":
+            self.on_checkpoint()
         else:
             with self._news:
                 if kind == "welcome":
@@ -395,6 +403,11 @@ def scale(
 def stop(address: str, token: str, reason: str, timeout_s: float = Timeouts().command_s) -> dict[str, Any]:
     """Drain every worker and end the job. Raises JobNotFound, TokenRefused."""
     return _command(address, token, CommandRequest(stop={"reason": reason}), timeout_s)
+
+
+def checkpoint(address: str, token: str, timeout_s: float = Timeouts().command_s) -> dict[str, Any]:
+    """Ask for a checkpoint of the next commit. Raises JobNotFound, TokenRefused."""
+    return _command(address, token, CommandRequest(checkpoint={}), timeout_s)
 
 
 def _command(address: str, token: str, request: Any, timeout_s: float) -> dict[str, Any]:

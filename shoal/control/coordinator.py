@@ -20,6 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 from shoal.control import membership as m
@@ -36,6 +37,7 @@ from shoal.process import die_with
 OnError = Literal["stop", "relaunch"]
 Event = Callable[[Membership, float], Outcome]
 RATE_WINDOW_S = 10.0
+NOTES = ("checkpointed", "checkpoint_failed")  # kinds of events that workers tell of
 
 _log = logging.getLogger("shoal.coordinator")
 
@@ -272,6 +274,8 @@ class Coordinator:
             self._post(lambda membership, now: m.on_finished(membership, worker_id))
         elif kind == "failed":
             self._post(lambda membership, now: self._failed(membership, worker_id, body))
+        elif kind == "note" and body.kind in NOTES:
+            self._event(body.kind, worker_id=worker_id, text=body.text, **json.loads(body.fields_json or "{}"))
         elif kind == "scale":
             self._post(lambda membership, now: self._scaled_by_worker(membership, worker_id, body))
 
@@ -340,6 +344,9 @@ class Coordinator:
             try:
                 if kind == "scale":
                     outcome = self._scaled(membership, body)
+                elif kind == "checkpoint":
+                    if membership.newest is not None and membership.newest.members:
+                        self._tell_worker(membership.newest.members[0].worker_id, ToWorker(checkpoint={}))
                 elif kind == "stop":
                     outcome = self._stop(membership, body.reason)
             except SettingsContradict as mistake:
@@ -548,6 +555,9 @@ def main() -> None:
         "--budget", type=float, default=DEFAULT_BUDGET_S, help="seconds an awaited worker may be silent"
     )
     parser.add_argument("--on-error", choices=get_args(OnError), default="stop", help="when a worker's code raises")
+    parser.add_argument(
+        "--generation", type=int, default=0, help="the highest number used before, for a job that goes on"
+    )
     parser.add_argument("--parent", type=int, help="the pid that started this; exit if it is not the parent")
     options = parser.parse_args()
     die_with(options.parent if options.parent is not None else os.getppid())
@@ -555,6 +565,7 @@ def main() -> None:
 
     async def serve() -> None:
         membership = m.found(options.min, options.max, options.target, Timeouts(options.budget))
+        membership = replace(membership, number=options.generation)
         coordinator = Coordinator(RunDir.open(options.dir), membership, options.on_error)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, coordinator.request_stop)

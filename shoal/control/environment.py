@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from shoal.checkpoints import DEFAULT_EVERY, DEFAULT_KEEP
 from shoal.control.timeouts import DEFAULT_BUDGET_S
 
 
@@ -23,6 +24,10 @@ class WorkerEnvironment:
     pin: bool = True  # to cores of its own
     plugin: str = ""  # "module:function", called with the worker before the script's main
     faults: str = ""  # path of a plan for `shoal.testing`
+    checkpoint_every: str = DEFAULT_EVERY  # see `checkpoints.Every`
+    checkpoint_keep: int = DEFAULT_KEEP
+    resume: str = ""  # path of the checkpoint that the job goes on from
+    init_from: str = ""  # path of weights that the job begins with
 
     def to_env(self) -> dict[str, str]:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -38,6 +43,7 @@ _KINDS: dict[str, Callable[[str], Any]] = {
     "budget_s": float,
     "channel_fd": int,
     "threads": int,
+    "checkpoint_keep": int,
     "pin": lambda text: text == "1",
 }
 

@@ -42,6 +42,7 @@ class Fed(NamedTuple):
 _RECORD = np.dtype([(name, "<i8") for name in Fed._fields])
 _TABLE = np.dtype([*_RECORD.descr, ("worker", object)])
 _LINES_SHOWN = 20
+_ROLLBACKS = "rollbacks.jsonl"
 
 Records = npt.NDArray[np.void]
 
@@ -102,6 +103,19 @@ def _differ(index: int, ours: dict[str, Any], theirs: dict[str, Any]) -> Workers
     return WorkersDiffer(f"pass {index}: {pairs}; give every worker the same data and the same arguments of batches()")
 
 
+def last_generation(directory: Path) -> int:
+    """The highest generation in which anybody fed anything."""
+    return int(_read(directory)["generation"].max(initial=0))
+
+
+def roll_back(directory: Path, generation: int, seq: int) -> None:
+    """The job goes on from commit `seq`: whatever generations up to this one did after it is taken back."""
+    with open(directory / _ROLLBACKS, "a") as file:
+        file.write(json.dumps({"generation": generation, "seq": seq}) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
 @dataclass(frozen=True)
 class AuditReport:
     """What was trained against what should have been. `mismatches` has a line for each finding, with its place."""
@@ -132,7 +146,7 @@ def audit(directory: Path, committed_seq: int | None) -> AuditReport:
     do not say whether it was committed. An end that is missing from the newest epoch of a pass is an unfinished epoch,
     not a loss.
     """
-    records = _read(directory)
+    records = _standing(directory, _read(directory))
     newest = committed_seq if committed_seq is not None else records["seq"].max(initial=0) - 1
     records = records[records["seq"] <= newest]
     records = records[np.lexsort((records["generation"], records["seq"]))]
@@ -179,6 +193,15 @@ def _read(directory: Path) -> Records:
         part["worker"] = path.stem
         parts.append(part)
     return np.concatenate(parts)
+
+
+def _standing(directory: Path, records: Records) -> Records:
+    """Without what a job that went on from a checkpoint has taken back."""
+    path = directory / _ROLLBACKS
+    for line in path.read_text().splitlines() if path.exists() else ():
+        back = json.loads(line)
+        records = records[(records["generation"] > back["generation"]) | (records["seq"] <= back["seq"])]
+    return records
 
 
 def _declared(directory: Path, index: int) -> Pass | None:

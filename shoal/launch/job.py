@@ -21,7 +21,7 @@ from shoal.control import client
 from shoal.control.coordinator import OnError
 from shoal.control.environment import WorkerEnvironment
 from shoal.control.membership import MAX_SLOTS, REFUSABLE
-from shoal.control.rundir import RunDir
+from shoal.control.rundir import Committed, RunDir
 from shoal.control.timeouts import Timeouts
 from shoal.launch.launcher import Exit, Failure, Launcher
 from shoal.launch.relaunch import GiveUp, Relaunch, Start, ends_job
@@ -60,6 +60,18 @@ def parse_size(text: str, cores: int) -> Size:
 
 
 @dataclass(frozen=True)
+class Origin:
+    """What a job goes on from: the checkpoint's place in the training, and what numbers were used before."""
+
+    committed: Committed | None = None
+    generation: int = 0
+    next_worker: int = 0
+
+
+BEGINNING = Origin()
+
+
+@dataclass(frozen=True)
 class Ending:
     """Why a job ended: with an error, by a signal, or because all was done or somebody stopped it."""
 
@@ -72,7 +84,8 @@ class Ending:
 class CoordinatorProcess:
     """The coordinator, as a process that ends with this one."""
 
-    def __init__(self, run_dir: RunDir, size: Size, timeouts: Timeouts, on_error: OnError) -> None:
+    def __init__(self, run_dir: RunDir, size: Size, timeouts: Timeouts, on_error: OnError, generation: int) -> None:
+        """`generation`: the highest number used before, for a job that goes on."""
         self._run_dir = run_dir
         self.log = run_dir.logs / "coordinator.log"
         options = {
@@ -82,6 +95,7 @@ class CoordinatorProcess:
             "--target": size.target,
             "--budget": timeouts.budget_s,
             "--on-error": on_error,
+            "--generation": generation,
             "--parent": os.getpid(),
         }
         command = [sys.executable, "-m", "shoal.control.coordinator"]
@@ -150,6 +164,7 @@ class Job:
         on_error: OnError,
         environment: WorkerEnvironment,
         screen: Screen,
+        origin: Origin = BEGINNING,
     ) -> None:
         self._run_dir, self._size, self._timeouts = run_dir, size, timeouts
         self._relaunch, self._on_error = relaunch, on_error
@@ -157,7 +172,8 @@ class Job:
         self._screen = screen
         self._host = socket.gethostname()
         self._finishing = False
-        self._next_number = 0
+        self._origin = origin
+        self._next_number = origin.next_worker
         self._live: dict[str, int] = {}  # worker id → pid
         self._failures: dict[str, Failure] = {}
         self._told: Failure | None = None  # by the coordinator
@@ -177,7 +193,9 @@ class Job:
         """
         self._loop = asyncio.get_running_loop()
         self._over = asyncio.Event()
-        self._coordinator = CoordinatorProcess(self._run_dir, self._size, self._timeouts, self._on_error)
+        self._coordinator = CoordinatorProcess(
+            self._run_dir, self._size, self._timeouts, self._on_error, self._origin.generation
+        )
         self._launcher = make_launcher(on_exit=self._on_exit, on_failure=self._on_failure, on_lost=self._on_lost)
         self._link: client.LauncherClient | None = None
         with self._signals():
@@ -243,7 +261,7 @@ class Job:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        committed = await self._launcher.close()
+        committed = await self._launcher.close() or self._origin.committed
         if committed is not None:
             self._run_dir.write_committed(committed)
         clear_shared_memory(self._run_dir.loaders)

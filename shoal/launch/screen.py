@@ -71,6 +71,10 @@ def transition_line(event: Mapping[str, Any]) -> str | None:
         return f"generation {event['number'] - 1} → {event['number']}: {event['cause']}, {workers}"
     if event["event"] in ("suspect", "fenced", "refused"):
         return f"{event['worker_id']} {event['event']}: {event['text']}"
+    if event["event"] == "checkpointed":
+        return f"checkpoint: {event['text']}"
+    if event["event"] == "checkpoint_failed":
+        return str(event["text"])
     if event["event"] == "scaled":
         return f"scaled: {event['text']}"
     return None

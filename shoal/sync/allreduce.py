@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from shoal.sync.linear import Target, redirect
 from shoal.sync.memory import HostMemory, OwnMemory
 from shoal.sync.replica import Replica, raw_bytes
 from shoal.sync.slices import Slice
-from shoal.sync.sync import Sync, Verdict
+from shoal.sync.sync import State, Sync, Verdict
 from shoal.sync.words import Words
 
 # A gradient of at least so many elements goes to the lane as soon as it is there: later it would have left the cache,
@@ -214,6 +214,39 @@ class AllReduce(Sync):
         self._show(seq)
         self.open_edit()
         self._load_buffers(seq)
+
+    def state(self, seq: int) -> State:
+        parity, arena, replica = seq & 1, self._arena, self._replica
+        names = [replica.names[id(parameter)] for parameter in self._parameters]
+        parameters = dict(zip(names, self._views[parity], strict=True))
+        frozen = arena.frozen_views(int(arena.frozen_place[parity][0]), writable=False)
+        parameters |= {name: view for (name, _), view in zip(replica.frozen, frozen, strict=True)}
+        replica.buffers.gather()
+        model, outside = replica.named(parameters, [places[parity] for places in arena.buffers])
+        kept = {
+            f"optimizer/{names[index]}/{key}": value
+            for index in range(len(names))
+            for key, value in self._kept_state(parity, index)
+        }
+        return State(model, kept | outside)
+
+    def _kept_state(self, parity: int, index: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """What the optimizer keeps of one tensor."""
+        arena = self._arena
+        if not arena.born[parity][index]:
+            return
+        s, segment = next(
+            (s, it) for s, it in enumerate(arena.layout.segments) if it.first <= index < it.first + len(it.tensors)
+        )
+        tensor = segment.tensors[index - segment.first]
+        for spec in tensor.states:
+            if spec.kind == "plane":
+                yield spec.key, shaped(arena.planes[s][spec.key][parity], tensor)
+            elif spec.kind == "blob":
+                yield spec.key, arena.blobs[s, index - segment.first, spec.key][parity]
+            elif spec.kind != "none":
+                scalar = arena.scalars[parity][arena.layout.scalars.index(spec.key), index]
+                yield spec.key, torch.tensor(float(scalar), dtype=torch.float64)
 
     def digest(self, seq: int) -> str:
         parity = seq & 1

@@ -10,7 +10,7 @@ import torch
 from shoal.sync.group import Group
 from shoal.sync.memory import HostMemory
 from shoal.sync.replica import Replica, raw_bytes
-from shoal.sync.sync import Sync, Verdict
+from shoal.sync.sync import State, Sync, Verdict
 from shoal.sync.words import Words
 
 
@@ -59,8 +59,24 @@ class Independent(Sync):
     def look(self, seq: int) -> None:
         pass
 
+    def state(self, seq: int) -> State:
+        replica = self._replica
+        kept = {
+            f"optimizer/{replica.names[id(parameter)]}/{key}": torch.as_tensor(value).clone()
+            for parameter, state in replica.optimizer.state.items()
+            for key, value in state.items()
+            if isinstance(value, (torch.Tensor, bool, int, float))
+        }
+        # Copies: the next commit is followed by a step in place.
+        model, outside = replica.named(dict(replica.model.named_parameters()), replica.buffers.gather())
+        return State(_cloned(model), kept | _cloned(outside))
+
     def digest(self, seq: int) -> str:
         total = hashlib.blake2b(digest_size=8)
         for parameter in self._replica.model.parameters():
             total.update(raw_bytes(parameter.detach()))
         return total.hexdigest()
+
+
+def _cloned(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}

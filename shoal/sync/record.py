@@ -14,7 +14,7 @@ from shoal import errors
 from shoal.data.ledger import Cursor
 from shoal.sync.words import RECORD_BYTES
 
-_FORMAT = struct.Struct("<11Qd")
+_FORMAT = struct.Struct("<12Qd")
 _RECORD_BYTES = 128
 _RECORDS_BYTES = 2 * _RECORD_BYTES
 _TEXT_BYTES = (RECORD_BYTES - _RECORDS_BYTES) // 2
@@ -33,6 +33,7 @@ class Record:
     changed_at: int = 0  # step at which the size last changed
     text_place: int = 0
     text_bytes: int = 0
+    edits: int = 0  # that scripts made outside of passes
     loss: float = math.nan
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -41,6 +41,17 @@ class Buffers:
                 self._homes.append((module, name, buffer))
                 offset += buffer.numel()
             self.flat.append(flat)
+
+    def places(self, flat: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """By the id of each buffer, its place in flat tensors like those of `gather`."""
+        places: dict[int, torch.Tensor] = {}
+        for whole, ours in zip(flat, self.flat, strict=True):
+            start = ours.data_ptr()
+            for _, _, buffer in self._homes:
+                if buffer.dtype == ours.dtype:
+                    offset = (buffer.data_ptr() - start) // buffer.element_size() if buffer.numel() else 0
+                    places[id(buffer)] = whole[offset : offset + buffer.numel()].view(buffer.shape)
+        return places
 
     def gather(self) -> list[torch.Tensor]:
         """The flat tensors, also when the user's code has put another tensor in a buffer's place."""
@@ -90,6 +101,20 @@ class Replica:
         self.buffers = Buffers(model)
         self._sizes = [len(group["params"]) for group in optimizer.param_groups]
         self._written: tuple[list[Any], str] = ([], "[]")
+
+    def named(
+        self, parameters: Mapping[str, torch.Tensor], flat: Sequence[torch.Tensor]
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Parameters (by their first names) and buffers under all names of the model's state dict, and, as
+        `buffer/<name>`, the buffers that are not in it."""
+        by_id = {id(parameter): parameters[name] for name, parameter in self.model.named_parameters()}
+        by_id |= self.buffers.places(flat)
+        tensors = [*self.model.named_parameters(remove_duplicate=False)]
+        tensors += self.model.named_buffers(remove_duplicate=False)  # type: ignore[arg-type]
+        kept = self.model.state_dict(keep_vars=True).keys()
+        model = {name: by_id[id(tensor)] for name, tensor in tensors if name in kept}
+        outside = {f"buffer/{name}": by_id[id(tensor)] for name, tensor in tensors if name not in kept}
+        return model, outside
 
     @contextlib.contextmanager
     def rates_times(self, factor: float) -> Iterator[None]:

@@ -22,6 +22,15 @@ class Verdict:
     learning_rate_factor: float = 1.0
 
 
+@dataclass(frozen=True)
+class State:
+    """The tensors of one commit: `model` as the model's state dict names them, `training` what else belongs to it,
+    as `optimizer/<parameter>/<key>` and `buffer/<name>`."""
+
+    model: dict[str, torch.Tensor]
+    training: dict[str, torch.Tensor]
+
+
 class Sync(ABC):
     """One worker's side of a sync, driven by `train/step.py`:
 
@@ -80,6 +89,10 @@ class Sync(ABC):
     def look(self, seq: int) -> None:
         """Take a private copy of the state of commit `seq`, without being in a group. It is whole only if no newer
         commit has happened by the time this returns."""
+
+    @abstractmethod
+    def state(self, seq: int) -> State:
+        """The state of commit `seq`, the newest one. It stays as it is until commit `seq + 2` is made ready for."""
 
     @abstractmethod
     def digest(self, seq: int) -> str:

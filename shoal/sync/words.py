@@ -64,6 +64,10 @@ def tag(generation: int, seq: int) -> int:
     return generation << 32 | seq
 
 
+def generation_of(tag_: int) -> int:
+    return tag_ >> 32
+
+
 def seq_of(tag_: int) -> int:
     return tag_ & 0xFFFFFFFF
 

@@ -67,15 +67,26 @@ class LocalJob:
         return self.wait(timeout_s)
 
     def start(self) -> None:
+        self._start(self._command)
+
+    def resume(self, workers: int | str | None = None, options: Sequence[str] = ()) -> None:
+        """Go on with the job after its launcher has ended or was killed, as `shoal resume` does."""
+        size = [] if workers is None else ["-n", str(workers)]
+        self._start([sys.executable, "-m", "shoal", "resume", str(self.directory), *size, *options])
+
+    def kill(self) -> None:
+        """`kill -9` of the launcher, and with it of everything it started."""
+        self.process.kill()
+        self.process.communicate()
+
+    def _start(self, command: Sequence[str]) -> None:
         env = dict(os.environ)
         if self._plan is not None:
             self.directory.parent.mkdir(parents=True, exist_ok=True)
             path = self.directory.with_name(self.directory.name + ".plan.json")
             path.write_text(self._plan.to_json())
             env |= WorkerEnvironment(plugin="shoal.testing.faults:install", faults=str(path.absolute())).to_env()
-        self._process = subprocess.Popen(
-            self._command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        self._process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     @property
     def process(self) -> subprocess.Popen[str]:
@@ -121,6 +132,14 @@ class LocalJob:
     def scale(self, target: int) -> None:
         run_dir = RunDir.open(self.directory)
         client.scale(run_dir.address() or "", run_dir.token(), target)
+
+    def checkpoint(self) -> dict[str, Any]:
+        """Ask for a checkpoint, as `shoal checkpoint` does; the event that tells of it."""
+        run_dir = RunDir.open(self.directory)
+        before = len(self.events("checkpointed"))
+        client.checkpoint(run_dir.address() or "", run_dir.token())
+        self.wait_until(lambda: len(self.events("checkpointed")) > before)
+        return self.events("checkpointed")[before]
 
     def signal(self, worker_id: str, signum: int = signal.SIGKILL) -> None:
         """Send a worker a signal from outside, at whatever instruction it is."""

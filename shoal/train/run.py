@@ -43,6 +43,7 @@ def _run_launched(main: Callable[[Worker], None], environment: WorkerEnvironment
         Channel(channel),
         Timeouts(environment.budget_s),
         Placement(environment.threads, environment.pin),
+        environment,
     )
     _live(worker, main, environment.plugin)
 
@@ -59,7 +60,7 @@ def _run_alone(main: Callable[[Worker], None], environment: WorkerEnvironment) -
         print(f"shoal: one worker, run directory {run_dir.path}", file=sys.stderr)
         coordinator = EmbeddedCoordinator(run_dir, found(1, 1, 1))
         address = coordinator.start()
-        worker = Worker("w0", socket.gethostname(), run_dir, address, OwnMemory(), Timeouts(), None)
+        worker = Worker("w0", socket.gethostname(), run_dir, address, OwnMemory(), Timeouts(), None, environment)
         try:
             _live(worker, main, environment.plugin)
             if not worker.progress().seq:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,6 +18,7 @@ from shoal.sync.record import Record, Records
 from shoal.sync.replica import Replica
 from shoal.sync.sync import Sync, Verdict
 from shoal.train.ballot import EDIT, FOUND, FRESH, TRAIN, Attempt, Ballot, Policy, Tally
+from shoal.train.checkpoint import Restored
 from shoal.train.schedules import Situation
 
 
@@ -46,6 +47,8 @@ class Stepper:
         self.fresh = False  # a newcomer, until its first commit
         self.newest_pass = 0  # of the last step that was voted on
         self._greeted = 0  # the generation whose newcomers know the hyperparameters
+        self.edits = 0  # that the script made outside of passes
+        self.before_ready: Callable[[int], None] = lambda seq: None  # called with the commit that is made ready for
         self.pending: StepReport | None = None
 
     def gradients(
@@ -69,6 +72,7 @@ class Stepper:
         if group.rank == 0 and not self.fresh:
             self._greet(group, record)
         self._ballot.post(group, FRESH if self.fresh else TRAIN, attempt)
+        self.before_ready(group.seq + 1)
         group.ready()
         self.newest_pass = self._ballot.newest_pass(group)
         if self.fresh and self.newest_pass == pass_.index:
@@ -109,20 +113,25 @@ class Stepper:
     def edit(self, group: Group, record: Record) -> bool:
         """Commit parameters that this worker changed privately. True: all members now enter a newer generation."""
         self._ballot.post(group, EDIT)
+        self.before_ready(group.seq + 1)
         group.ready()
         editor = self._ballot.editor(group)
         assert editor is not None
         return self._commit_edit(group, record, editor)
 
-    def found(self, group: Group) -> bool:
-        """Commit rank 0's first state. True: all members now enter a newer generation."""
+    def found(self, group: Group, restored: Restored | None = None) -> bool:
+        """Commit rank 0's first state, which may be that of a checkpoint. True: all members now enter a newer
+        generation."""
+        start = Record()
+        if restored is not None:
+            group.seq, start = restored.seq, restored.record
         self._ballot.post(group, FOUND)
         group.ready()
         self._ballot.check(group)
         self._sync.found(group)
         if group.rank == 0:
             place, size = self._records.write_text(Record(), self._replica.text())
-            self._records.write(group.seq + 1, Record(text_place=place, text_bytes=size))
+            self._records.write(group.seq + 1, replace(start, text_place=place, text_bytes=size, edits=self.edits))
         planned = group.commit()
         self._sync.settle(group)
         return planned
@@ -154,7 +163,7 @@ class Stepper:
         self._sync.edit(group, editor)
         if group.rank == editor:
             self._place_text(record)
-            placed = {"text_place": self._placed[0], "text_bytes": self._placed[1]}
+            placed = {"text_place": self._placed[0], "text_bytes": self._placed[1], "edits": self.edits}
             self._records.write(group.seq + 1, replace(record, **placed))
         # An empty entry: an attempt at a step with the same number, in an earlier generation, was not committed.
         at = record.position
@@ -196,6 +205,7 @@ class Stepper:
                 changed_at=changed_at,
                 text_place=self._placed[0],
                 text_bytes=self._placed[1],
+                edits=record.edits,
                 loss=tally.loss,
             ),
         )

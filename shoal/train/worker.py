@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -18,7 +19,9 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from shoal import errors, metrics
+from shoal.checkpoints import Every
 from shoal.control.client import Client, Progress, status
+from shoal.control.environment import WorkerEnvironment
 from shoal.control.rundir import RunDir
 from shoal.control.timeouts import Timeouts
 from shoal.data import ledger
@@ -33,8 +36,9 @@ from shoal.sync.memory import HostMemory
 from shoal.sync.record import Record, Records
 from shoal.sync.replica import Replica, Scheduler
 from shoal.sync.sync import Sync
-from shoal.sync.words import Words, seq_of
+from shoal.sync.words import ACK, Words, generation_of, seq_of
 from shoal.train.ballot import Attempt, Policy
+from shoal.train.checkpoint import Moment, Restored, Saver, start_from
 from shoal.train.reconfigure import Leave, Parking, Placement, Reconfiguration
 from shoal.train.schedules import Schedule
 from shoal.train.step import Stepper, StepReport
@@ -76,14 +80,20 @@ class Worker:
 
     def __init__(
         self, worker_id: str, host: str, run_dir: RunDir, address: str, memory: HostMemory, timeouts: Timeouts,
-        placement: Placement | None,
+        placement: Placement | None, environment: WorkerEnvironment | None = None,
     ) -> None:  # fmt: skip
+        """Without an environment, no checkpoints are taken."""
         self.id = worker_id
         self._run_dir = run_dir
         self._address = address
         self._memory = memory
         self._timeouts = timeouts
         self._placement = placement
+        self._environment = environment
+        self._restored: Restored | None = None  # the checkpoint that the job goes on from, until it has done so
+        self._saver: Saver | None = None
+        self._edits = 0  # that the script made outside of passes
+        self._in_pass = False
         self._words = Words(memory)
         self._notice = Notice(self._words)
         self._records = Records(self._words.record)
@@ -167,7 +177,10 @@ class Worker:
                 f"nan={nan!r}, loss={loss!r}: nan is 'stop' or 'skip', loss 'mean' or 'sum'"
             )
         self._sync = sync or AllReduce()
+        self._start_from(model, optimizer)
         self._replica = Replica(model, optimizer, (*schedulers, *epoch_schedulers))
+        if self._restored is not None:
+            self._restored.take_text(self._replica)
         self._each_step, self._epoch_schedulers = tuple(schedulers), tuple(epoch_schedulers)
         self._accumulate = accumulate
         self._on_step, self._on_epoch, self._on_reconfigure = on_step, on_epoch, on_reconfigure
@@ -175,6 +188,22 @@ class Worker:
         self._audit = AuditWriter(self._run_dir.audit, self.id)
         policy = Policy(loss, clip_norm, nan, schedule)
         self._stepper = Stepper(self._sync, self._replica, self._records, self._audit, policy)
+        if self._environment is not None:
+            every = Every.parse(self._environment.checkpoint_every)
+            keep, began_at = self._environment.checkpoint_keep, self._run_dir.settings()["created"]
+            self._saver = Saver(self._run_dir.checkpoints, every, keep, began_at, self._client.note)
+            self._stepper.before_ready = self._saver.before
+            self._client.on_checkpoint = self._saver.ask
+
+    def _start_from(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Take the checkpoint or the weights that the job begins with, unless it has begun already."""
+        if self._environment is None or self._words.commit:
+            return
+        if self._environment.resume:
+            self._restored = Restored(Path(self._environment.resume), model, optimizer)
+            self._record = self._restored.record
+        elif self._environment.init_from:
+            start_from(Path(self._environment.init_from), model)
 
     def batches(
         self,
@@ -245,8 +274,14 @@ class Worker:
         """Inside, the model's parameters may be written to in place (load_state_dict, clamping, surgery). Every worker
         runs the same edit at the same place of its script; it is committed as a whole. Call it between steps."""
         self._need_attached("edit")
-        if self._group is None or self._stepper is None:
+        assert self._stepper is not None
+        if not self._in_pass:
+            self._edits += 1
+        self._stepper.edits = self._edits
+        if self._group is None:
             yield  # not shared yet: the first state is made of this
+            if self._restored is not None and self._edits <= self._restored.record.edits:
+                self._restored.apply()  # which has it in already
             return
         self._sync.open_edit()
         if self._stepper.fresh:  # a newcomer on its way to the others, who have made this edit before
@@ -285,6 +320,7 @@ class Worker:
 
     def _run_pass(self, pass_: Pass, loader: Loader) -> Iterator[Batch]:
         try:
+            self._in_pass = True
             if self._passed(pass_):
                 return
             declare(self._run_dir.audit, pass_)
@@ -319,6 +355,7 @@ class Worker:
                         f"or worker.step(None) to use none of it"
                     )
         finally:
+            self._in_pass = False
             loader.close()
 
     def _open(self, pass_: Pass, fetched: Fetched) -> Batch:
@@ -368,6 +405,42 @@ class Worker:
             self._on_step(report)
         if self._epoch_ended(pass_):
             self._end_epoch(report.epoch)
+        if self._saver is not None and self.rank == 0 and self._saver.due(self._record.step):
+            self._save()
+
+    def _save(self) -> None:
+        """Start a checkpoint of what is committed."""
+        assert self._saver is not None
+        assert self._group is not None
+        seq = self._group.seq
+        moment = Moment(seq, generation_of(self._words.commit), self._record, self._replica.text())
+        self._saver.take(self._sync.state(seq), moment)
+
+    def _save_last(self) -> None:
+        """All workers leave, and the job with them: the first of them keeps what is committed."""
+        newest, saver, group = self._client.newest, self._saver, self._group
+        if saver is None or group is None or newest is None or newest.members:
+            return
+        if not newest.leavers or newest.leavers[0].worker_id != self.id:
+            return
+        deadline_s = time.monotonic() + self._timeouts.budget_s
+        while any(self._words.get(leaver.slot, ACK) < newest.number for leaver in newest.leavers):
+            if time.monotonic() > deadline_s:
+                return  # somebody may still be committing
+            time.sleep(0.001)
+        group.seq, before = seq_of(self._words.commit), group.seq
+        if group.seq > before:  # committed, but this worker was told to leave before it knew
+            self._record = self._records.read(group.seq)
+            self._step_schedulers(self._each_step)
+        self._save_and_wait()
+
+    def _save_and_wait(self) -> None:
+        assert self._saver is not None
+        assert self._group is not None
+        self._saver.finish()
+        if self._record.step and self._saver.saved_seq != self._group.seq:
+            self._save()
+            self._saver.finish()
 
     def _step_schedulers(self, schedulers: Sequence[Scheduler]) -> None:
         self._replica.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers warn without it
@@ -415,7 +488,8 @@ class Worker:
                 self._sync.look(self._seq)
             if self._words.commit == commit:
                 return passed
-        return False
+        # Before the job goes on from a checkpoint, that says where it is.
+        return self._restored is not None and ledger.complete(pass_, self._cursor(pass_), max(1, self._record.size))
 
     def _become_member(self, pass_: Pass) -> None:
         fault_point("join")
@@ -425,7 +499,9 @@ class Worker:
         self._stepper.fresh = True
         if self._enter(above=0):
             self._stepper.fresh = False
+            self._restored = None
         else:
+            self._restored = None
             # Hyperparameters and schedulers as they were in the newest step; then what its commit did to everybody's.
             self._replica.take_text(self._records.text(self._record.text_place, self._record.text_bytes))
             if self._record.step:
@@ -453,8 +529,14 @@ class Worker:
         assert self._stepper is not None
         self._split_is_new = True
         founded = False
+        if self._saver is not None:
+            self._saver.hold()  # whoever comes next may overwrite what is being copied
         while True:
-            self._group = group = self._parking.enter(above)
+            try:
+                self._group = group = self._parking.enter(above)
+            except Leave:
+                self._save_last()
+                raise
             above = group.generation.number
             if self._stepper.fresh and not founded and group.seq and group.generation.finishing:
                 self._client.leave()  # let in by the last step of the others: there is nothing to do for a newcomer
@@ -466,7 +548,8 @@ class Worker:
                 break
             try:
                 founded = True
-                if not self._stepper.found(group):
+                self._stepper.edits = self._edits
+                if not self._stepper.found(group, self._restored):
                     break
             except Changed:
                 continue
@@ -510,6 +593,8 @@ class Worker:
     def finish(self) -> None:
         """The script's main returned: leave for good, and tell what the state is."""
         group, record = self._group, self._record
+        if self._saver is not None and group is not None and group.rank == 0:
+            self._save_and_wait()
         seq = group.seq if group else self._seq
         digest = self._sync.digest(seq) if seq else ""
         report = {"loss": record.loss, "samples": record.samples, "skipped": record.skipped}
@@ -527,6 +612,8 @@ class Worker:
     def close(self) -> None:
         if self._stepper is not None:
             self._audit.close()
+        if self._saver is not None:
+            self._saver.finish()
         self._client.close()
 
 

@@ -1,0 +1,78 @@
+"""What a job was told, as its run directory keeps it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from shoal import __version__, errors
+from shoal.checkpoints import DEFAULT_EVERY, DEFAULT_KEEP, Every
+from shoal.control.coordinator import OnError
+from shoal.control.timeouts import DEFAULT_BUDGET_S, Timeouts
+from shoal.launch.job import Size
+from shoal.launch.relaunch import Relaunch, default_restarts
+
+
+@dataclass(frozen=True)
+class JobSettings:
+    """Checked when it is made: SettingsContradict for what cannot be."""
+
+    script: str
+    args: tuple[str, ...] = ()
+    min: int = 1
+    max: int = 1
+    target: int = 1
+    budget_s: float = DEFAULT_BUDGET_S
+    on_error: OnError = "stop"
+    restarts: int | None = None  # 10, or 3 for each worker
+    backoff_s: float = Relaunch.first_delay_s
+    memory_bytes: int | None = None
+    threads: int | None = None
+    pin: bool = True
+    checkpoint_every: str = DEFAULT_EVERY
+    checkpoint_keep: int = DEFAULT_KEEP
+    init_from: str = ""
+    version: str = __version__
+
+    def __post_init__(self) -> None:
+        if self.restarts is not None and self.restarts < 0:
+            raise errors.SettingsContradict(
+                f"--restarts {self.restarts} is below 0; 0 means that no worker is replaced"
+            )
+        if self.threads is not None and self.threads < 1:
+            raise errors.SettingsContradict(f"--threads {self.threads} is below 1; leave it out to divide the cores")
+        if self.backoff_s < 0:
+            raise errors.SettingsContradict(
+                f"--backoff {self.backoff_s:g} is below 0; 0 replaces a dead worker at once"
+            )
+        if self.checkpoint_keep < 1:
+            raise errors.SettingsContradict(f"--keep {self.checkpoint_keep} is below 1; keep one checkpoint at least")
+        Every.parse(self.checkpoint_every)
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any]) -> JobSettings:
+        """From a run directory. RunDirUnusable if it is of a newer version."""
+        version = str(values.get("version", __version__))
+        if _ordered(version) > _ordered(__version__):
+            raise errors.RunDirUnusable(f"the job was run by shoal {version}, this is {__version__}; use the newer one")
+        known = {field.name: values[field.name] for field in fields(cls) if field.name in values}
+        return cls(**{**known, "args": tuple(known.get("args", ())), "version": __version__})
+
+    @property
+    def size(self) -> Size:
+        return Size(self.min, self.max, self.target)
+
+    @property
+    def timeouts(self) -> Timeouts:
+        return Timeouts(self.budget_s)
+
+    @property
+    def relaunch(self) -> Relaunch:
+        budget = self.restarts if self.restarts is not None else default_restarts(self.target)
+        return Relaunch(budget, first_delay_s=self.backoff_s)
+
+
+def _ordered(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version))

@@ -1,0 +1,141 @@
+"""Jobs that are killed as a whole, and go on from what is on the disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shoal import checkpoints
+from shoal.control.rundir import RunDir
+from shoal.testing import FaultPlan, LocalJob
+from tests.job import training
+from tests.job.training import Case
+
+SCRIPT = Path(training.__file__)
+SCENES = SCRIPT.with_name("scenes.py")
+
+
+def job(tmp_path: Path, case: Case, workers: int = 2, every: str = "7", **options: Any) -> LocalJob:
+    (tmp_path / "out").mkdir(exist_ok=True)
+    given = ["--threads", "1", "--backoff", "0", "--checkpoint-every", every, *options.pop("options", ())]
+    return LocalJob(SCRIPT, case.args(), workers=workers, directory=tmp_path / "run", options=given, **options)
+
+
+def assert_as_undisturbed(case: Case, result: Any) -> None:
+    assert result.exit_code == 0, result.output
+    assert result.audit.clean, str(result.audit)
+    expected, _ = training.reference(case)
+    for state in training.results(case).values():
+        for name, tensor in expected.items():
+            torch.testing.assert_close(state["state"][name], tensor, rtol=1e-10, atol=1e-10)
+
+
+def saved(running: LocalJob) -> int:
+    return len(running.events("checkpointed"))
+
+
+def test_a_job_that_was_killed_as_a_whole_goes_on_with_another_number_of_workers(tmp_path: Path) -> None:
+    case = Case(out=str(tmp_path / "out"), epochs=60, scheduler=True, batchnorm=False)
+    running = job(tmp_path, case)
+    running.start()
+    running.wait_until(lambda: saved(running) >= 2)
+    running.kill()
+    folder = RunDir(tmp_path / "run").checkpoints
+    newest = checkpoints.listed(folder)[0]
+    (newest / checkpoints.TRAINING).write_bytes(b"torn")  # so that the one before is used
+    running.resume(workers=3)
+    result = running.wait()
+    assert f"checkpoint {newest.name} is damaged" in result.output
+    assert_as_undisturbed(case, result)
+    numbers = [event["number"] for event in result.of("generation")]
+    assert len(set(numbers)) == len(numbers), "a generation's number was used twice"
+    joined = [event["worker_id"] for event in result.of("joined")]
+    assert len(set(joined)) == len(joined), "a worker's name was used twice"
+    # What the job ended with is a checkpoint too, and plain safetensors.
+    final, damaged = checkpoints.newest_whole(folder)
+    assert final is not None
+    assert not damaged
+    assert final.step == result.steps
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    expected, _ = training.reference(case)
+    net = training.model(case)
+    net.load_state_dict(load_file(final.path / checkpoints.MODEL))
+    for name, tensor in expected.items():
+        torch.testing.assert_close(net.state_dict()[name], tensor, rtol=1e-10, atol=1e-10)
+
+
+def test_a_stopped_job_loses_no_step_and_a_checkpoint_can_be_asked_for(tmp_path: Path) -> None:
+    case = Case(out=str(tmp_path / "out"), epochs=100)
+    running = job(tmp_path, case, every="off")
+    running.start()
+    running.wait_until(lambda: running.status().get("step", 0) > 20)
+    asked = running.checkpoint()
+    assert (Path(asked["path"]) / checkpoints.MANIFEST).exists()
+    os.kill(running.process.pid, signal.SIGTERM)
+    stopped = running.wait()
+    assert stopped.exit_code == 128 + signal.SIGTERM, stopped.output
+    newest, _ = checkpoints.newest_whole(RunDir(tmp_path / "run").checkpoints)
+    assert newest is not None
+    assert newest.step == stopped.steps > asked["step"]
+    running.resume()
+    result = running.wait()
+    assert_as_undisturbed(case, result)
+    assert result.audit.redone == 0, "steps that were committed before the stop were done again"
+
+
+def test_a_disk_that_refuses_does_not_stop_the_training(tmp_path: Path) -> None:
+    case = Case(out=str(tmp_path / "out"), epochs=6)
+    running = job(tmp_path, case)
+    running.directory.parent.mkdir(exist_ok=True)
+    running.start()
+    running.wait_until(lambda: (tmp_path / "run" / "audit").exists())
+    (tmp_path / "run" / "checkpoints").write_text("a file where the folder should be")
+    result = running.wait()
+    assert_as_undisturbed(case, result)
+    assert "no checkpoint of step" in result.output
+    assert result.of("checkpoint_failed")
+
+
+def test_a_run_directory_in_use_and_one_of_a_newer_version_are_refused(tmp_path: Path) -> None:
+    case = Case(out=str(tmp_path / "out"), epochs=2000)
+    running = job(tmp_path, case)
+    running.start()
+    running.wait_until(lambda: running.status().get("step", 0) > 0)
+    second = job(tmp_path, case)
+    second.resume()
+    refused = second.wait()
+    assert refused.exit_code == 2
+    assert "RunDirUnusable: a job is running in" in refused.output
+    running.kill()
+    settings = RunDir(tmp_path / "run").job_file
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "version": "99.0"}))
+    second.resume()
+    refused = second.wait()
+    assert refused.exit_code == 2
+    assert "RunDirUnusable: the job was run by shoal 99.0" in refused.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_everything_is_killed_again_and_again(tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    case = Case(out=str(tmp_path / "out"), epochs=60, scheduler=True, loader_workers=draw.choice([0, 2]))
+    plan = FaultPlan().kill("w1", step=draw.randrange(5, 100), during="reduce")
+    running = job(tmp_path, case, workers=draw.randrange(1, 4), every=str(draw.randrange(3, 40)), plan=plan)
+    running.start()
+    for _ in range(8):
+        target = running.status().get("step", 0) + draw.randrange(1, 60)
+        try:
+            running.wait_until(lambda target=target: running.status().get("step", 0) >= target)
+        except TimeoutError:
+            break  # it was quicker
+        running.kill()
+        running.resume(workers=draw.randrange(1, 5))
+    assert_as_undisturbed(case, running.wait())
