@@ -81,6 +81,7 @@ class Saver:
         self._copied = threading.Event()
         self._copied.set()
         self._seq = 0  # of the commit that is being copied
+        self._stalled_s = 0.0  # how long training waited for this one
 
     def due(self, step: int) -> bool:
         """Whether the lowest rank is to take a checkpoint of this commit. While one is being written, none is."""
@@ -97,6 +98,7 @@ class Saver:
 
     def take(self, state: State, moment: Moment) -> None:
         """Start a checkpoint of commit `moment.seq`, whose state this is."""
+        began_s = time.perf_counter()
         self._wanted = False
         if self._every.steps is not None:
             self._due_step = (moment.record.step // self._every.steps + 1) * self._every.steps
@@ -106,6 +108,7 @@ class Saver:
         self._copied.clear()
         self._thread = threading.Thread(target=self._save, args=(state, moment), name="shoal-checkpoint", daemon=True)
         self._thread.start()
+        self._stalled_s = time.perf_counter() - began_s
 
     def ask(self) -> None:
         """Take one at the next commit."""
@@ -114,7 +117,7 @@ class Saver:
     def before(self, seq: int) -> None:
         """Call it before commit `seq` is made ready for: from then on its buffers are written to."""
         if seq >= self._seq + 2 and not self._copied.is_set():
-            self._copied.wait()
+            self.hold()
 
     def finish(self) -> None:
         """Until the checkpoint that is being taken is written, or has failed."""
@@ -123,16 +126,18 @@ class Saver:
 
     def hold(self) -> None:
         """Until nothing is being copied any more."""
+        began_s = time.perf_counter()
         self._copied.wait()
+        self._stalled_s += time.perf_counter() - began_s
 
     def _save(self, state: State, moment: Moment) -> None:
-        _stand_back()
         began_s = time.perf_counter()
         try:
             try:
                 files = _copied(state)
             finally:
                 self._copied.set()
+            _stand_back()  # only now: nobody waits for the rest
             path = checkpoints.write(self._folder, moment.manifest(), files)
             checkpoints.prune(self._folder, self._keep)
         except Exception as problem:  # of the disk, of memory, of a dtype: none is a reason to stop training
@@ -143,10 +148,20 @@ class Saver:
             return
         self.saved_seq = moment.seq
         size_bytes = sum(tensor.data.nbytes for tensors in files.values() for tensor in tensors.values())
-        fields_ = {"step": moment.record.step, "seq": moment.seq, "path": str(path), "bytes": size_bytes}
         took_s = time.perf_counter() - began_s
-        text = f"step {moment.record.step:,}, {size_bytes / 1e6:,.1f} MB in {took_s:.2f} s"
-        self._tell("checkpointed", text, {**fields_, "took_s": took_s})
+        self._tell(
+            "checkpointed",
+            f"step {moment.record.step:,}, {size_bytes / 1e6:,.1f} MB in {took_s:.2f} s",
+            {
+                "step": moment.record.step,
+                "seq": moment.seq,
+                "path": str(path),
+                "bytes": size_bytes,
+                "took_s": took_s,
+                "cpu_s": time.thread_time(),
+                "stalled_s": self._stalled_s,
+            },
+        )
 
 
 def _stand_back() -> None:
