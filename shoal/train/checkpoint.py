@@ -211,21 +211,22 @@ class Restored:
         self.seq = checkpoint.seq
         known = {field.name for field in fields(Record)}
         self.record = Record(**{name: it for name, it in checkpoint.manifest["record"].items() if name in known})
-        self.text = str(checkpoint.manifest["text"]).encode()
-        self.apply()
+        self._text = str(checkpoint.manifest["text"]).encode()
+        self.apply_weights()
 
-    def take_text(self, replica: Replica) -> None:
+    def apply_weights(self) -> None:
+        take_weights(self._model, self._checkpoint.tensors(checkpoints.MODEL), str(self._checkpoint.path))
+
+    def apply_training(self, replica: Replica) -> None:
+        """Optimizer, schedulers and other buffers. Call it when the sync has looked at the optimizer: a newcomer's has
+        no state when it looks, and both must see the same."""
         try:
-            replica.take_text(self.text)
+            replica.take_text(self._text)
         except (ValueError, KeyError, TypeError) as problem:
             raise CheckpointUnusable(
                 f"{self._checkpoint.path} has other parameter groups or schedulers than this script ({problem}); build "
                 "what was saved"
             ) from None
-
-    def apply(self) -> None:
-        """Make the model and the optimizer what they were."""
-        take_weights(self._model, self._checkpoint.tensors(checkpoints.MODEL), str(self._checkpoint.path))
         training = self._checkpoint.tensors(checkpoints.TRAINING)
         buffers = dict(self._model.named_buffers())
         parameters = dict(self._model.named_parameters())

@@ -179,12 +179,12 @@ class Worker:
         self._sync = sync or AllReduce()
         self._start_from(model, optimizer)
         self._replica = Replica(model, optimizer, (*schedulers, *epoch_schedulers))
-        if self._restored is not None:
-            self._restored.take_text(self._replica)
         self._each_step, self._epoch_schedulers = tuple(schedulers), tuple(epoch_schedulers)
         self._accumulate = accumulate
         self._on_step, self._on_epoch, self._on_reconfigure = on_step, on_epoch, on_reconfigure
         self._sync.bind(self._replica, self._memory, self._words, self._slot)
+        if self._restored is not None:
+            self._restored.apply_training(self._replica)
         self._audit = AuditWriter(self._run_dir.audit, self.id)
         policy = Policy(loss, clip_norm, nan, schedule)
         self._stepper = Stepper(self._sync, self._replica, self._records, self._audit, policy)
@@ -281,7 +281,7 @@ class Worker:
         if self._group is None:
             yield  # not shared yet: the first state is made of this
             if self._restored is not None and self._edits <= self._restored.record.edits:
-                self._restored.apply()  # which has it in already
+                self._restored.apply_weights()  # which have it in already
             return
         self._sync.open_edit()
         if self._stepper.fresh:  # a newcomer on its way to the others, who have made this edit before

@@ -42,7 +42,7 @@ def saved(running: LocalJob) -> int:
 
 
 def test_a_job_that_was_killed_as_a_whole_goes_on_with_another_number_of_workers(tmp_path: Path) -> None:
-    case = Case(out=str(tmp_path / "out"), epochs=60, scheduler=True, batchnorm=False)
+    case = Case(out=str(tmp_path / "out"), epochs=80, scheduler=True)
     running = job(tmp_path, case)
     running.start()
     running.wait_until(lambda: saved(running) >= 2)
@@ -51,6 +51,8 @@ def test_a_job_that_was_killed_as_a_whole_goes_on_with_another_number_of_workers
     newest = checkpoints.listed(folder)[0]
     (newest / checkpoints.TRAINING).write_bytes(b"torn")  # so that the one before is used
     running.resume(workers=3)
+    running.wait_until(lambda: running.status().get("step", 0) > 30)
+    running.scale(4)  # a newcomer of a job that went on
     result = running.wait()
     assert f"checkpoint {newest.name} is damaged" in result.output
     assert_as_undisturbed(case, result)
@@ -126,14 +128,14 @@ def test_a_run_directory_in_use_and_one_of_a_newer_version_are_refused(tmp_path:
 @pytest.mark.parametrize("seed", range(6))
 def test_everything_is_killed_again_and_again(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
-    case = Case(out=str(tmp_path / "out"), epochs=400, scheduler=True, loader_workers=draw.choice([0, 2]))
+    case = Case(out=str(tmp_path / "out"), epochs=250, scheduler=True, loader_workers=draw.choice([0, 2]))
     plan = FaultPlan().kill("w1", step=draw.randrange(5, 100), during="reduce")
     running = job(tmp_path, case, workers=draw.randrange(1, 4), every=str(draw.randrange(3, 40)), plan=plan)
     running.start()
     reached = 0
     for _ in range(8):
-        reached += draw.randrange(1, 300)
-        running.wait_until(lambda: running.status().get("step", 0) >= reached)
+        reached += draw.randrange(1, 200)
+        running.wait_until(lambda reached=reached: running.status().get("step", 0) >= reached)
         running.kill()
         running.resume(workers=draw.randrange(1, 5))
     assert_as_undisturbed(case, running.wait())

@@ -16,6 +16,7 @@ from shoal import checkpoints
 from shoal.checkpoints import Every
 from shoal.errors import CheckpointUnusable, SettingsContradict
 from shoal.sync.record import Record
+from shoal.sync.replica import Replica
 from shoal.sync.sync import State
 from shoal.train.checkpoint import Moment, Restored, Saver, start_from, take_weights
 
@@ -45,7 +46,10 @@ class Told:
 def take(folder: Path, step: int, model: nn.Module, keep: int = 3, generation: int = 1) -> Told:
     told = Told()
     saver = Saver(folder, Every(), keep, 0.0, told)
-    saver.take(state(model), Moment(step + 1, generation, Record(step=step, epoch=2, samples=64 * step), b"[[], []]"))
+    saver.take(
+        state(model),
+        Moment(step + 1, generation, Record(step=step, epoch=2, samples=64 * step), b'[[{"lr": 0.2}], []]'),
+    )
     saver.finish()
     return told
 
@@ -58,9 +62,11 @@ def test_a_checkpoint_gives_back_the_model_the_optimizer_and_the_record(tmp_path
     assert told.kinds == ["checkpointed"]
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
     restored = Restored(checkpoints.listed(tmp_path)[0], other, optimizer)
+    restored.apply_training(Replica(other, optimizer))
     assert (restored.seq, restored.record.step, restored.record.epoch) == (8, 7, 2)
     for name, tensor in trained.state_dict().items():
         assert torch.equal(other.state_dict()[name], tensor), name
+    assert optimizer.param_groups[0]["lr"] == 0.2
     assert all("momentum_buffer" in optimizer.state[parameter] for parameter in other.parameters())
 
 
