@@ -110,6 +110,11 @@ class RunDir:
         return self.path / "audit"
 
     @property
+    def results(self) -> Path:
+        """Of evaluations."""
+        return self.path / "results"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 

@@ -36,6 +36,7 @@ class Pass:
     global_batch: int | None
     worker_batch: int | None
     accumulate: int
+    train: bool = True  # or it is an evaluation: samples are used, and nothing is learned
 
     def __post_init__(self) -> None:
         if self.num_samples < 1:

@@ -50,6 +50,8 @@ class AllReduce(Sync):
         self._versions: list[int] = []
         self._frozen_shown: int | None = None
         self._group: Group | None = None
+        self._carried = False  # the commit under way leaves parameters and state as they are
+        self._alike = False  # the newest commit did, so that both buffers hold the same
         self._open = False
         small = [index for index, parameter in enumerate(self._parameters) if parameter.numel() < LARGE]
         self._looking = set(small[::_LOOK_EVERY])
@@ -120,6 +122,7 @@ class AllReduce(Sync):
 
     def enter(self, group: Group) -> None:
         self._group = group
+        self._alike = self._carried = False
         lanes = [self._arena.lane(slot) for slot in group.slots]
         self._slice = Slice(self._arena, self._replica.optimizer, lanes, group.rank, group.size)
         if group.seq:
@@ -173,8 +176,10 @@ class AllReduce(Sync):
     def prepare(self, group: Group, verdict: Verdict) -> float | None:
         seq = group.seq + 1
         norm = None
+        self._carried = not verdict.apply
         if not verdict.apply:
-            self._slice.carry(seq)
+            if not self._alike:
+                self._slice.carry(seq)
             self._load_buffers(group.seq)  # those of the forward that went wrong are not kept either
         else:
             self._slice.plan(seq)
@@ -206,6 +211,7 @@ class AllReduce(Sync):
         self._store_buffers(seq)
 
     def settle(self, group: Group) -> None:
+        self._alike = self._carried
         self._show(group.seq)
         if group.rank != 0:
             self._load_buffers(group.seq)

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shoal import errors
 from shoal.data.ledger import Cursor
-from shoal.sync.words import RECORD_BYTES
+from shoal.sync.words import MAX_METRICS, RECORD_BYTES
 
 _FORMAT = struct.Struct("<12Qd")
-_RECORD_BYTES = 128
+_TOTALS = struct.Struct(f"<Q{MAX_METRICS}d")
+_RECORD_BYTES = 512
 _RECORDS_BYTES = 2 * _RECORD_BYTES
 _TEXT_BYTES = (RECORD_BYTES - _RECORDS_BYTES) // 2
 
@@ -35,6 +36,7 @@ class Record:
     text_bytes: int = 0
     edits: int = 0  # that scripts made outside of passes
     loss: float = math.nan
+    totals: tuple[float, ...] = ()  # of an evaluation, over the samples so far, in the order of the metrics' names
 
     @property
     def cursor(self) -> Cursor:
@@ -49,14 +51,18 @@ class Records:
 
     def read(self, seq: int) -> Record:
         at = (seq & 1) * _RECORD_BYTES
-        return Record(*_FORMAT.unpack_from(self._memory, at))
+        count, *totals = _TOTALS.unpack_from(self._memory, at + _FORMAT.size)
+        return replace(Record(*_FORMAT.unpack_from(self._memory, at)), totals=tuple(totals[:count]))
 
     def text(self, place: int, size_bytes: int) -> bytes:
         at = _RECORDS_BYTES + place * _TEXT_BYTES
         return bytes(self._memory[at : at + size_bytes])
 
     def write(self, seq: int, record: Record) -> None:
-        _FORMAT.pack_into(self._memory, (seq & 1) * _RECORD_BYTES, *vars(record).values())
+        *fields, totals = vars(record).values()
+        at = (seq & 1) * _RECORD_BYTES
+        _FORMAT.pack_into(self._memory, at, *fields)
+        _TOTALS.pack_into(self._memory, at + _FORMAT.size, len(totals), *totals, *[0.0] * (MAX_METRICS - len(totals)))
 
     def write_text(self, committed: Record, text: bytes) -> tuple[int, int]:
         """Place a new text beside the committed one; its (place, length) for the next record."""

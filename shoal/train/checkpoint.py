@@ -210,7 +210,8 @@ class Restored:
         self._model, self._optimizer, self._checkpoint = model, optimizer, checkpoint
         self.seq = checkpoint.seq
         known = {field.name for field in fields(Record)}
-        self.record = Record(**{name: it for name, it in checkpoint.manifest["record"].items() if name in known})
+        kept = {name: it for name, it in checkpoint.manifest["record"].items() if name in known}
+        self.record = Record(**{**kept, "totals": tuple(kept.get("totals", ()))})
         self._text = str(checkpoint.manifest["text"]).encode()
         self.apply_weights()
 

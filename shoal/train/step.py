@@ -19,6 +19,7 @@ from shoal.sync.replica import Replica
 from shoal.sync.sync import Sync, Verdict
 from shoal.train.ballot import EDIT, FOUND, FRESH, TRAIN, Attempt, Ballot, Policy, Tally
 from shoal.train.checkpoint import Restored
+from shoal.train.evaluate import Results, summed
 from shoal.train.schedules import Situation
 
 
@@ -68,20 +69,8 @@ class Stepper:
         comes again. True: all members now enter a newer generation. Changed: this worker does not know; if `pending`
         is set, what is committed in the next generation says whether it was this."""
         self.pending = None
-        fault_point("lane")
-        if group.rank == 0 and not self.fresh:
-            self._greet(group, record)
-        self._ballot.post(group, FRESH if self.fresh else TRAIN, attempt)
-        self.before_ready(group.seq + 1)
-        group.ready()
-        self.newest_pass = self._ballot.newest_pass(group)
-        if self.fresh and self.newest_pass == pass_.index:
-            self._take_greeting(group)
-            self._ballot.post(group, TRAIN, attempt)
-        if (editor := self._ballot.editor(group)) is not None:
-            self._sync.enter(group)  # buffers that the forward moved are not kept: it comes again
+        if (editor := self._vote(group, record, pass_, attempt)) is not None:
             return None, self._commit_edit(group, record, editor)
-        self._ballot.check(group)
         after = advance(cursor, attempt.batch)
         tally = self._ballot.tally(group)
         if not tally.finite and self._policy.nan == "stop":
@@ -109,6 +98,59 @@ class Stepper:
         self.pending, self.fresh = None, False
         self._sync.settle(group)
         return report, planned
+
+    def evaluate(
+        self, group: Group, record: Record, cursor: Cursor, pass_: Pass, attempt: Attempt, results: Results
+    ) -> tuple[bool, bool]:
+        """Commit that this worker's samples are counted. False, first: an edit was committed instead, and they come
+        again. True, second: all members now enter a newer generation."""
+        self.pending = None
+        if (editor := self._vote(group, record, pass_, attempt)) is not None:
+            return False, self._commit_edit(group, record, editor)
+        after = replace(advance(cursor, attempt.batch), step=cursor.step, samples=cursor.samples)
+        tally, begun = self._ballot.tally(group), record.pass_index == pass_.index
+        samples = attempt.batch.hi - attempt.batch.lo
+        totals = summed(record.totals if begun else (), list(tally.metrics), tally.metrics, samples)
+        self._sync.prepare(group, Verdict(apply=False, clip_norm=None))
+        if group.rank == 0:
+            self._place_text(record)
+            counted = replace(
+                record,
+                pass_index=pass_.index,
+                epoch=after.epoch,
+                position=after.position,
+                text_place=self._placed[0],
+                text_bytes=self._placed[1],
+                totals=tuple(totals),
+            )
+            self._records.write(group.seq + 1, counted)
+            if after.position >= pass_.num_samples:
+                results.write(pass_.index, dict(zip(tally.metrics, totals, strict=True)), pass_.num_samples)
+        self._write_audit(group, pass_, attempt, skipped=False)
+        planned = group.commit()
+        self.fresh = False
+        self._sync.settle(group)
+        return True, planned
+
+    def _vote(self, group: Group, record: Record, pass_: Pass, attempt: Attempt) -> int | None:
+        """Everybody says what it brings to the next commit. The rank of an editor, if there is one: its edit is
+        committed instead."""
+        fault_point("lane")
+        if group.rank == 0 and not self.fresh:
+            self._greet(group, record)
+        self._ballot.post(group, FRESH if self.fresh else TRAIN, attempt)
+        self.before_ready(group.seq + 1)
+        group.ready()
+        self.newest_pass = self._ballot.newest_pass(group)
+        if self.fresh and self.newest_pass == pass_.index:
+            self._take_greeting(group)
+            self._ballot.post(group, TRAIN, attempt)
+        editor = self._ballot.editor(group)
+        if editor is not None:
+            self._sync.enter(group)  # buffers that the forward moved are not kept: it comes again
+        else:
+            self._ballot.check(group)
+        return editor
 
     def edit(self, group: Group, record: Record) -> bool:
         """Commit parameters that this worker changed privately. True: all members now enter a newer generation."""
@@ -163,8 +205,9 @@ class Stepper:
         self._sync.edit(group, editor)
         if group.rank == editor:
             self._place_text(record)
-            placed = {"text_place": self._placed[0], "text_bytes": self._placed[1], "edits": self.edits}
-            self._records.write(group.seq + 1, replace(record, **placed))
+            place, size = self._placed
+            edited = replace(record, text_place=place, text_bytes=size, edits=self.edits)
+            self._records.write(group.seq + 1, edited)
         # An empty entry: an attempt at a step with the same number, in an earlier generation, was not committed.
         at = record.position
         self._audit.write(Fed(

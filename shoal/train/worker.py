@@ -9,7 +9,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,6 +40,7 @@ from shoal.sync.sync import Sync
 from shoal.sync.words import ACK, Words, generation_of, seq_of
 from shoal.train.ballot import Attempt, Policy
 from shoal.train.checkpoint import Moment, Restored, Saver, start_from
+from shoal.train.evaluate import Results, Rows
 from shoal.train.reconfigure import Leave, Parking, Placement, Reconfiguration
 from shoal.train.schedules import Schedule
 from shoal.train.step import Stepper, StepReport
@@ -92,6 +94,7 @@ class Worker:
         self._environment = environment
         self._restored: Restored | None = None  # the checkpoint that the job goes on from, until it has done so
         self._saver: Saver | None = None
+        self._results = Results(run_dir.results)
         self._edits = 0  # that the script made outside of passes
         self._in_pass = False
         self._words = Words(memory)
@@ -227,7 +230,7 @@ class Worker:
         """
         self._need_attached("batches")
         pass_ = Pass(
-            self._passes,
+            self._next_pass(),
             samples_in(dataset),
             epochs,
             seed,
@@ -237,7 +240,6 @@ class Worker:
             batch_size,
             self._accumulate,
         )
-        self._passes += 1
         return self._run_pass(
             pass_,
             Loader(
@@ -246,6 +248,70 @@ class Worker:
             ),
         )  # fmt: skip
 
+    def evaluate(
+        self,
+        dataset: Dataset[Any],
+        score: Callable[[Batch], Mapping[str, float | torch.Tensor]],
+        *,
+        batch_size: int,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> dict[str, float]:
+        """The means of `score(batch)` over all samples, the same on every worker: each sample is counted once, while
+        workers come and go. The model is in eval mode meanwhile, without gradients."""
+        index = self._use_all(dataset, lambda batch: score(batch), batch_size, num_workers, collate_fn)
+        return self._results.read(index)
+
+    def predict(
+        self,
+        dataset: Dataset[Any],
+        predict: Callable[[Batch], Any],
+        out: Path | str,
+        *,
+        batch_size: int,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
+        """Write `predict(batch)`, an array with a row for each sample, to the `.npy` file `out`: a row for each sample
+        of the data set, in its order, each written once while workers come and go."""
+        rows = Rows(Path(out).absolute(), samples_in(dataset))
+
+        def write(batch: Batch) -> Mapping[str, float]:
+            rows.write(batch.fetched.lo, predict(batch), len(batch))
+            return {}
+
+        self._use_all(dataset, write, batch_size, num_workers, collate_fn)
+        rows.close()
+
+    def _use_all(
+        self,
+        dataset: Dataset[Any],
+        use: Callable[[Batch], Mapping[str, float | torch.Tensor]],
+        batch_size: int,
+        num_workers: int,
+        collate_fn: Callable[[list[Any]], Any] | None,
+    ) -> int:
+        """Call `use` for the batches of a pass that trains nothing; the pass's number."""
+        self._need_attached("evaluate() and predict")
+        samples = samples_in(dataset)
+        pass_ = Pass(self._next_pass(), samples, 1, 0, False, False, None, min(batch_size, samples), 1, train=False)
+        loader = Loader(dataset, pass_, num_workers=num_workers, collate_fn=collate_fn, in_child=self._in_loader)
+        modes = [(module, module.training) for module in self._replica.model.modules()]
+        self._replica.model.eval()
+        try:
+            for batch in self._run_pass(pass_, loader):
+                with torch.inference_mode():
+                    metrics = use(batch)
+                self._contribute(partial(_count, metrics))
+        finally:
+            for module, training in modes:
+                module.training = training
+        return pass_.index
+
+    def _next_pass(self) -> int:
+        self._passes += 1
+        return self._passes - 1
+
     def step(self, loss: torch.Tensor | None, **metrics: float | torch.Tensor) -> bool:
         """Backward, and with the last micro-batch of a step the step itself, together with all other workers.
 
@@ -253,16 +319,25 @@ class Worker:
         samples come again from `batches`, split anew. `metrics` are averaged over all samples of the step for
         `on_step`. None as loss: these samples count as used and give no gradient.
         """
+
+        def learn(attempt: Attempt, batch: Batch) -> None:
+            assert self._stepper is not None
+            if loss is not None:
+                _check_loss(loss)
+                self._stepper.gradients(loss, metrics, attempt, len(batch))
+
+        return self._contribute(learn)
+
+    def _contribute(self, work: Callable[[Attempt, Batch], None]) -> bool:
+        """What `step` does, with whatever a micro-batch is used for."""
         batch, attempt, group = self._current, self._attempt, self._group
-        if batch is None or attempt is None or group is None or self._stepper is None:
+        if batch is None or attempt is None or group is None:
             raise errors.SettingsContradict("step() needs a batch: call it once for each batch of worker.batches()")
         self._current = None
         try:
             if group.changed:
                 raise Changed
-            if loss is not None:
-                _check_loss(loss)
-                self._stepper.gradients(loss, metrics, attempt, len(batch))
+            work(attempt, batch)
             if batch.fetched.micro + 1 < batch.fetched.micros:
                 return False
             return self._exchange(group, attempt)
@@ -375,16 +450,22 @@ class Worker:
     def _exchange(self, group: Group, attempt: Attempt) -> bool:
         assert self._stepper is not None
         assert self._pass is not None
-        report, planned = self._stepper.train(group, self._record, self._cursor(self._pass), self._pass, attempt)
+        at = (group, self._record, self._cursor(self._pass), self._pass, attempt)
+        report: StepReport | None = None
+        if self._pass.train:
+            report, planned = self._stepper.train(*at)
+            committed = report is not None
+        else:
+            committed, planned = self._stepper.evaluate(*at, self._results)
         self._attempt = None
         self._record = self._records.read(group.seq)
-        if report is None:
+        if not committed:
             self._split_is_new = True
-        else:
+        if report is not None:
             self._committed(self._pass, report)
         if planned and self._group is group:  # an edit in a callback may have moved on already
             self._reconfigure()
-        return report is not None
+        return committed
 
     def _resume(self, ended: Group) -> bool:
         """The generation of a step ended before this worker knew that it was committed. Whether it was."""
@@ -459,7 +540,7 @@ class Worker:
         assert self._group is not None
         record = self._record
         at = (record.pass_index, record.epoch)
-        if not record.step or self._epoch_ended(pass_) or self._dropped == at:
+        if not record.step or not pass_.train or self._epoch_ended(pass_) or self._dropped == at:
             return
         following = ledger.take(pass_, self._cursor(pass_), self._group.size)
         if following is None or following.epoch > record.epoch:
@@ -504,7 +585,7 @@ class Worker:
             self._restored = None
             # Hyperparameters and schedulers as they were in the newest step; then what its commit did to everybody's.
             self._replica.take_text(self._records.text(self._record.text_place, self._record.text_bytes))
-            if self._record.step:
+            if self._record.step and not self._record.totals:
                 self._step_schedulers(self._each_step)
                 if self._epoch_ended(pass_):
                     self._step_schedulers(self._epoch_schedulers)
@@ -615,6 +696,10 @@ class Worker:
         if self._saver is not None:
             self._saver.finish()
         self._client.close()
+
+
+def _count(metrics: Mapping[str, float | torch.Tensor], attempt: Attempt, batch: Batch) -> None:
+    attempt.add(len(batch), 0.0, metrics)
 
 
 def _check_loss(loss: object) -> None:

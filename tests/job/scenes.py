@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -199,6 +201,42 @@ def drops(worker: shoal.Worker) -> None:
         for batch in worker.batches(few, batch_size=2, epochs=2, drop_last=True):
             worker.step(loss_of(net, batch))
     write(worker, {"ended": ended})
+
+
+def evaluates(worker: shoal.Worker) -> None:
+    """Scores after every epoch and predictions at the end; one worker dies in an evaluation, one joins in another, one
+    dies while it predicts."""
+    net, samples = model(Case("")), data(Case(""))
+    worker.attach(net, torch.optim.SGD(net.parameters(), lr=0.05))
+    used = 0
+    scores = []
+
+    def score(batch: shoal.train.worker.Batch) -> dict[str, torch.Tensor]:
+        nonlocal used
+        used += 1
+        assert not net.training
+        if worker.rank == 0 and worker.steps == 20 and used % 2:
+            worker.scale(3)
+        if worker.id == "w1" and worker.steps == 40 and used % 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        outputs = net(batch.x)
+        right = (outputs.argmax(1) == batch.y).double().mean()
+        return {"right": right, "loss": nn.functional.cross_entropy(outputs, batch.y)}
+
+    def predict(batch: shoal.train.worker.Batch) -> torch.Tensor:
+        if worker.id == "w0" and batch.ids[0] > 200:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return net(batch.x)
+
+    for _ in range(6):
+        for batch in worker.batches(samples, global_batch=48):
+            worker.step(loss_of(net, batch))
+        scores.append(worker.evaluate(samples, score, batch_size=7))
+        assert net.training
+    worker.predict(samples, predict, OUT / "rows.npy", batch_size=11)
+    outputs = net(samples.tensors[0])
+    loss = nn.functional.cross_entropy(outputs, samples.tensors[1]).item()
+    write(worker, {"scores": scores, "loss": loss, "outputs": outputs.tolist()})
 
 
 def long(worker: shoal.Worker) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
@@ -53,6 +54,22 @@ def test_edits_are_committed_as_a_whole_while_workers_join_and_die(tmp_path: Pat
     assert result.audit.clean, str(result.audit)
     assert len(set(result.digests.values())) == 1
     assert {one["last"] for one in written(tmp_path).values()} == {300.0}
+
+
+def test_every_sample_is_scored_and_predicted_once_while_workers_come_and_go(tmp_path: Path) -> None:
+    result = job(tmp_path, "evaluates").run()
+    assert result.exit_code == 0, result.output
+    assert result.audit.clean, str(result.audit)
+    assert result.steps == 60
+    assert len(result.of("lost")) == 2, result.output
+    found = written(tmp_path)
+    scores = [one["scores"] for one in found.values()]
+    assert all(one == scores[0] for one in scores), "workers were told different scores"
+    assert len(scores[0]) == 6
+    for one in found.values():
+        assert scores[0][-1]["loss"] == pytest.approx(one["loss"], rel=1e-10)
+        np.testing.assert_allclose(np.load(tmp_path / "out" / "rows.npy"), one["outputs"], rtol=1e-10)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir() if path.suffix != ".json") == ["rows.npy"]
 
 
 def test_a_script_may_call_batches_once_an_epoch_and_newcomers_find_the_right_one(tmp_path: Path) -> None:
