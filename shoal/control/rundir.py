@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import math
 import os
 import secrets
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -78,6 +80,10 @@ class RunDir:
         return self.path / "job.json"
 
     @property
+    def lock_file(self) -> Path:
+        return self.path / "lock"
+
+    @property
     def committed_file(self) -> Path:
         return self.path / "committed.json"
 
@@ -124,6 +130,30 @@ class RunDir:
     def write_address(self, address: str) -> None:
         write_atomically(self.address_file, address)
 
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """By the process that runs the job, for as long as it does. However it ends, the kernel lets go."""
+        fd = os.open(self.lock_file, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(fd)
+
+    def runs(self) -> bool:
+        """Whether somebody runs the job now, also while no coordinator answers."""
+        try:
+            fd = os.open(self.lock_file, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(fd)
+        return False
+
     def committed(self) -> Committed | None:
         """Where the job was when it ended; None while it runs, or if it was killed with its launcher."""
         try:
@@ -167,10 +197,12 @@ def create_default(script: Path | str, settings: dict[str, Any]) -> RunDir:
 def find(job: str | None = None) -> RunDir:
     """The run at that path, or of that name under ./shoal-runs, or the newest there. Raises JobNotFound."""
     if job is not None:
-        for path in (Path(job), RUNS / job):
+        places = dict.fromkeys((Path(job), RUNS / job))  # one place, when the path begins at the root
+        for path in places:
             if (path / "job.json").exists():
                 return RunDir.open(path)
-        raise JobNotFound(f"no job at {job} or {RUNS / job}; name a run directory or a job under {RUNS}")
+        where = " or ".join(str(path) for path in places)
+        raise JobNotFound(f"no job at {where}; name a run directory, or a job under {RUNS}")
     found = [path.parent for path in RUNS.glob("*/job.json")]
     if not found:
         raise JobNotFound(f"no job under {RUNS.absolute()}; start one with shoal run, or name its run directory")
