@@ -7,6 +7,7 @@ Exit codes: 0 the job finished or was stopped; 2 something the user can put righ
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 import os
@@ -16,7 +17,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -43,6 +44,13 @@ from shoal.wording import counted
 
 app = typer.Typer(
     help="Train one PyTorch model on many workers that come and go.",
+    epilog="""**Examples**
+
+`shoal doctor` — is this machine fit to train?
+
+`shoal run -n 4 train.py`, then in another terminal `shoal top`
+
+`shoal COMMAND --help` has examples of each; `shoal --install-completion` teaches your shell to complete them""",
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
@@ -354,6 +362,17 @@ def stop(job: JobArgument = None) -> int:
     return 0
 
 
+@contextlib.contextmanager
+def _reader_may_leave() -> Iterator[None]:
+    """`| head` ends the command, with the exit code of a signal."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter tries once more at its end
+        raise typer.Exit(128 + signal.SIGPIPE) from None
+
+
 @app.command(
     epilog="""**Examples**
 
@@ -369,9 +388,10 @@ def events(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, for programs.")] = False,
 ) -> int:
     """Show what happened: who joined, left or died, and why."""
-    for event in event_view.events(rundir.find(job), follow):
-        line = json.dumps(event) if as_json else f"{event_view.time_of(event)}  {event_view.event_line(event)}"
-        print(line, flush=follow)
+    with _reader_may_leave():
+        for event in event_view.events(rundir.find(job), follow):
+            line = json.dumps(event) if as_json else f"{event_view.time_of(event)}  {event_view.event_line(event)}"
+            print(line, flush=follow)
     return 0
 
 
@@ -410,11 +430,12 @@ def logs(
     """Show what the workers print."""
     read = log_view.follow if follow else log_view.logs
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    for worker_id, line in read(rundir.find(job), worker or (), last_lines):
-        if console.is_terminal:
-            console.print(prefixed(worker_id, line))
-        else:
-            print(f"{worker_id} | {line}", flush=follow)
+    with _reader_may_leave():
+        for worker_id, line in read(rundir.find(job), worker or (), last_lines):
+            if console.is_terminal:
+                console.print(prefixed(worker_id, line))
+            else:
+                print(f"{worker_id} | {line}", flush=follow)
     return 0
 
 
@@ -438,7 +459,8 @@ def top(
     """Watch a job as it trains: workers, speed, progress, events."""
     from shoal.view.top import watch
 
-    return watch(rundir.find(job), Console(highlight=False, markup=False), interval_s)
+    with _reader_may_leave():
+        return watch(rundir.find(job), Console(highlight=False, markup=False), interval_s)
 
 
 @app.command(
@@ -517,7 +539,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = 2
     except (typer.Abort, KeyboardInterrupt):
         code = 130
-    except BrokenPipeError:  # the reader went away, as head does; the interpreter must not try to flush again
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 128 + signal.SIGPIPE
     sys.exit(code)

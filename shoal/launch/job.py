@@ -156,6 +156,7 @@ class Job:
     ) -> None:
         self._run_dir, self._size, self._timeouts = run_dir, size, timeouts
         self._log_limit_bytes = log_limit_bytes
+        self._bounding: asyncio.Future[bool] | None = None
         self._relaunch, self._on_error = relaunch, on_error
         self._environment = environment
         self._screen = screen
@@ -247,6 +248,8 @@ class Job:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._bounding is not None:
+            await asyncio.wait([self._bounding])  # a log's last lines are read when its head is off
         committed = await self._launcher.close()
         if committed is not None:
             self._run_dir.write_committed(committed)
@@ -431,7 +434,8 @@ class Job:
             with contextlib.suppress(OSError):  # not there yet; or the disk is full, which must not end the job
                 if log.stat().st_size > self._log_limit_bytes:
                     # In a thread: it copies, and a death in that time must be told at once.
-                    await asyncio.to_thread(bound, log, self._log_limit_bytes)
+                    self._bounding = asyncio.ensure_future(asyncio.to_thread(bound, log, self._log_limit_bytes))
+                    await asyncio.shield(self._bounding)
 
     def _echo(self, last: bool = False) -> None:
         for worker_id, tail in list(self._tails.items()):

@@ -15,7 +15,6 @@ from shoal.data.progress import Progress
 from shoal.wording import clock, counted, rate
 
 _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red")
-_BAR_WIDTH = 24
 
 
 def bar(fraction: float, width: int, plain: bool = False) -> Text:
@@ -27,19 +26,37 @@ def bar(fraction: float, width: int, plain: bool = False) -> Text:
 
 def progress_line(status: Mapping[str, Any], progress: Progress | None = None) -> str:
     """One line for the status of a coordinator."""
+    done = [] if progress is None else [f"{progress.fraction:4.0%}"]
+    return "  ".join([*done, *_parts(status, progress), *_end(status, progress)])
+
+
+def live_line(status: Mapping[str, Any], progress: Progress | None, width: int, plain: bool = False) -> Text:
+    """The same with a bar, for a terminal: the end first, then as much of the rest as there is room for."""
+    line = Text(no_wrap=True, overflow="ellipsis")
+    if progress is not None:
+        line += bar(progress.fraction, max(8, width // 5), plain) + f" {progress.fraction:4.0%}"
+    for part in (*_end(status, progress), *_parts(status, progress)):
+        if line.cell_len + 2 + len(part) < width:
+            line += f"{'  ' if line else ''}{part}"
+    return line
+
+
+def _parts(status: Mapping[str, Any], progress: Progress | None) -> list[str]:
     members = sum(1 for worker in status["workers"] if worker["rank"] is not None)
     parts = [epoch_of(status, progress), f"step {status['step']:,}"]
-    running = status["phase"] == "running"
-    if running:
+    if status["phase"] == "running":
         parts.append(f"{rate(status['rate'])} samples/s")
     if status["loss"] is not None:
         parts.append(f"loss {status['loss']:.4f}")
-    parts.append(f"{members} of {counted(status['target'], 'worker')}")
-    if not running:
-        parts.append(str(status["phase"]))
-    elif progress is not None and (left_s := progress.left_s(status["rate"])) is not None:
-        parts.append(f"ETA {clock(left_s)}")
-    return "  ".join(parts)
+    return [*parts, f"{members} of {counted(status['target'], 'worker')}"]
+
+
+def _end(status: Mapping[str, Any], progress: Progress | None) -> list[str]:
+    """When it comes; for a job that does not train now, why not."""
+    if status["phase"] != "running":
+        return [str(status["phase"])]
+    left_s = None if progress is None else progress.left_s(status["rate"])
+    return [] if left_s is None else [f"ETA {clock(left_s)}"]
 
 
 def epoch_of(status: Mapping[str, Any], progress: Progress | None) -> str:
@@ -72,11 +89,17 @@ class Screen:
     """The workers' lines go to standard output, shoal's own to standard error. On a terminal the progress bar stays in
     the last line; elsewhere it is a line like the others. A reader that went away (`| head`) is no reason to stop."""
 
-    def __init__(self, quiet: bool = False, out: TextIO | None = None, err: TextIO | None = None) -> None:
+    def __init__(
+        self,
+        quiet: bool = False,
+        out: TextIO | None = None,
+        err: TextIO | None = None,
+        console: Console | None = None,
+    ) -> None:
         self._quiet = quiet
         self._out = out or sys.stdout
         self._err = err or sys.stderr
-        self._console = Console(file=self._err, highlight=False, markup=False, soft_wrap=True)
+        self._console = console or Console(file=self._err, highlight=False, markup=False, soft_wrap=True)
         self.live = self._console.is_terminal and not quiet
         self._live = Live(console=self._console, auto_refresh=False, transient=True) if self.live else None
         if self._live is not None:
@@ -106,16 +129,11 @@ class Screen:
             self._out = open(os.devnull, "w")  # noqa: SIM115
 
     def progress(self, status: Mapping[str, Any], progress: Progress | None = None) -> None:
-        line = progress_line(status, progress)
-        if progress is not None:
-            line = f"{progress.fraction:4.0%}  {line}"
         if self._live is None:
-            return self.tell(line)
-        shown = Text(no_wrap=True, overflow="ellipsis")
-        room = self._console.width - len(line) - 2
-        if progress is not None and room > 0:
-            shown += bar(progress.fraction, min(room, _BAR_WIDTH), self._console.options.ascii_only) + " "
-        self._live.update(shown + line, refresh=True)
+            self.tell(progress_line(status, progress))
+        else:
+            line = live_line(status, progress, self._console.width, self._console.options.ascii_only)
+            self._live.update(line, refresh=True)
 
     def close(self) -> None:
         """Later lines are plain ones."""

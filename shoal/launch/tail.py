@@ -114,9 +114,9 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 def _start_of_last_lines(fd: int, count: int) -> int:
     at = os.fstat(fd).st_size
-    ends = -1  # the end of the last line begins none
-    if at and os.pread(fd, 1, at - 1) != b"\n":
-        ends = 0
+    if not count or not at:
+        return at
+    ends = -1 if os.pread(fd, 1, at - 1) == b"\n" else 0  # the end of the last line begins none
     while at > 0:
         begin = max(0, at - _BLOCK_BYTES)
         block = os.pread(fd, at - begin, begin)

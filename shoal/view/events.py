@@ -31,8 +31,8 @@ def event_line(event: Mapping[str, Any]) -> str:
 
 
 def time_of(event: Mapping[str, Any]) -> str:
-    """The local time of day, to the millisecond."""
-    return time.strftime("%H:%M:%S", time.localtime(event["time"])) + f".{int(event['time'] % 1 * 1000):03}"
+    """Local time, to the millisecond."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time"])) + f".{int(event['time'] % 1 * 1000):03}"
 
 
 def events(run_dir: RunDir, follow: bool) -> Iterator[dict[str, Any]]:

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.text import Text
 
 _HOME = "\x1b[H"
-_QUITTING = b"qQ\x03\x04\x1b"
+_ESCAPE, _QUITTING = b"\x1b", b"qQ\x03\x04"
 
 
 class Wish(Enum):
@@ -91,8 +91,10 @@ class Terminal:
                 return wish
 
     def _pressed(self, keys: bytes) -> Wish | None:
-        """Nothing at all: the terminal has gone."""
-        return Wish.QUIT if not keys or any(keys == bytes([key]) for key in _QUITTING) else None
+        """Nothing at all: the terminal has gone. More after an escape: a key that is none of ours, as an arrow."""
+        if keys.startswith(_ESCAPE):
+            return Wish.QUIT if keys == _ESCAPE else None
+        return Wish.QUIT if not keys or any(key in _QUITTING for key in keys) else None
 
     def _signalled(self, numbers: bytes) -> Wish | None:
         for signum in numbers:

@@ -47,7 +47,7 @@ CATEGORIES = {
     "startup": ("s", "bright_black"),
 }
 _SPARKS, _PLAIN_SPARKS = "▁▂▃▄▅▆▇█", "_.:-=+*#"
-_PHASE_STYLES = {"running": "bold green", "finished": "bold green", "failed": "bold red", "paused": "bold yellow"}
+_PHASE_STYLES = {"running": "bold green", "finished": "bold green", "failed": "bold red", "no answer": "bold red"}
 
 
 @dataclass(frozen=True)
@@ -115,13 +115,13 @@ class History:
         return {name: max(0.0, newest.get(name, 0.0) - before.get(name, 0.0)) for name in CATEGORIES}
 
     def _rate(self, value: Callable[[Point], int | None]) -> float | None:
-        """Over the window; None before it can be known."""
-        if not self._points:
+        """Over the window; None before it can be known. The window begins with a look outside of it: a coordinator that
+        was silent tells what happened meanwhile all at once."""
+        known = [point for point in self._points if value(point) is not None]
+        if not known:
             return None
-        newest = self._points[-1]
-        inside = (point for point in self._points if newest.at_s - point.at_s <= _RATE_WINDOW_S)
-        oldest = next((point for point in inside if value(point) is not None), newest)
-        return _slope(oldest, newest, value)
+        outside = [point for point in known if known[-1].at_s - point.at_s >= _RATE_WINDOW_S]
+        return _slope(outside[-1] if outside else known[0], known[-1], value)
 
 
 def _slope(one: Point, other: Point, value: Callable[[Point], int | None]) -> float | None:
@@ -171,7 +171,8 @@ def screen_of(snapshot: Snapshot, width: int, height: int, plain: bool = False) 
 
 def _head(snapshot: Snapshot, width: int, plain: bool) -> Iterator[Text]:
     status = snapshot.status
-    phase = "connecting" if status is None else str(status["phase"])
+    silent = snapshot.silent_s >= _SILENT_S
+    phase = "no answer" if silent else "connecting" if status is None else str(status["phase"])
     right = Text(phase, style=_PHASE_STYLES.get(phase, "bold yellow"))
     if status is not None:
         right += Text(f"   generation {status['generation']}")
@@ -179,7 +180,7 @@ def _head(snapshot: Snapshot, width: int, plain: bool) -> Iterator[Text]:
     name = Text(snapshot.name, style="bold")
     name.truncate(max(1, width - right.cell_len - 2), overflow="crop" if plain else "ellipsis")
     yield name + " " * (width - name.cell_len - right.cell_len) + right
-    if snapshot.silent_s >= _SILENT_S:
+    if silent:
         said = f"the coordinator has not answered for {clock(snapshot.silent_s)}; asking again, what follows is old"
         yield Text(said, style="bold red")
     elif status is not None and status["reason"]:
@@ -292,18 +293,19 @@ def sparks(values: Sequence[float], highest: float, plain: bool = False) -> str:
 
 
 def world(sizes: Sequence[tuple[float, int]], begin_s: float, now_s: float, width: int, plain: bool = False) -> str:
-    """The number of members from `begin_s` to now. A column shows its lowest, so that a short loss is seen."""
+    """The number of members from `begin_s` to now. A column shows the lowest that it became, so that a short loss is
+    seen."""
     column_s = max(now_s - begin_s, 1e-9) / width
+    current = next((size for at_s, size in reversed(sizes) if at_s < begin_s), 0)
+    changes: list[list[int]] = [[] for _ in range(width)]
+    for at_s, size in sizes:
+        if at_s >= begin_s:
+            changes[min(width - 1, int((at_s - begin_s) / column_s))].append(size)
     lowest: list[float] = []
-    current = next((size for at_s, size in reversed(sizes) if at_s <= begin_s), 0)
-    coming = deque(size for size in sizes if size[0] > begin_s)
-    for column in range(width):
-        low = current
-        while coming and coming[0][0] <= begin_s + (column + 1) * column_s:
-            current = coming.popleft()[1]
-            low = min(low, current) if low else current
-        lowest.append(low)
-    return sparks(lowest, max(max(lowest), current, 1), plain)
+    for within in changes:
+        lowest.append(min(within, default=current))
+        current = within[-1] if within else current
+    return sparks(lowest, max(*lowest, current), plain)
 
 
 def _shares(seconds: Mapping[str, float], width: int) -> Text:
