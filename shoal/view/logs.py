@@ -29,8 +29,11 @@ def names(run_dir: RunDir, wanted: Sequence[str] = ()) -> list[str]:
 
 
 def logs(run_dir: RunDir, wanted: Sequence[str] = (), last_lines: int | None = None) -> Iterator[Line]:
-    """Every line there is, or the last ones of each worker: one worker after the other."""
-    for name in names(run_dir, wanted):
+    """Every line there is, or the last ones of each worker: one worker after the other. Fails with JobNotFound."""
+    found = names(run_dir, wanted)
+    if not found:
+        raise errors.JobNotFound(f"no log in {run_dir.logs}; a job of one process prints where it was started")
+    for name in found:
         lines = _lines(run_dir.logs / f"{name}.log")
         yield from ((name, line) for line in (lines if last_lines is None else deque(lines, last_lines)))
 

@@ -9,8 +9,8 @@ import bisect
 import json
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rich.console import Console
@@ -29,7 +29,7 @@ _RATE_WINDOW_S = 10.0  # beats come once a second or so: over a shorter time a r
 _SMOOTH_S = 3.0
 _SPAN_S = 600.0  # shown of the past
 _SILENT_S = 2.5  # an answer may be late once
-_KEPT = 600
+_KEPT_EVENTS = 600
 _LABEL, _BESIDE = 11, 18  # columns left and right of a bar
 _WITH_HOST = 110
 _UNTOLD = frozenset({"joined", "ready", "leaving", "left", "lost", "finished", "ended"})  # generations tell it
@@ -73,24 +73,29 @@ class Point:
 
 
 class History:
-    """The last looks at a job, and what follows from them."""
+    """The last looks at a job, and what follows from them. What they say of each worker is kept for a shorter time."""
 
     def __init__(self) -> None:
-        self._points: deque[Point] = deque(maxlen=_KEPT)
+        self._points: deque[Point] = deque()
+        self._recent: deque[Point] = deque()
 
     def add(self, point: Point) -> None:
         # A coordinator that has just begun again knows less than the one before for a moment.
         if self._points and point.samples < self._points[-1].samples:
             return
-        self._points.append(point)
+        self._points.append(replace(point, worker_steps={}, seconds={}))
+        self._recent.append(point)
+        for points, kept_s in ((self._points, _SPAN_S), (self._recent, 3 * _RATE_WINDOW_S)):
+            while point.at_s - points[0].at_s > kept_s:
+                points.popleft()
 
     def samples_rate(self) -> float | None:
-        return self._rate(lambda point: point.samples)
+        return _rate(self._points, lambda point: point.samples)
 
     def step_rate(self, worker_id: str | None = None) -> float | None:
         if worker_id is None:
-            return self._rate(lambda point: point.step)
-        return self._rate(lambda point: point.worker_steps.get(worker_id))
+            return _rate(self._points, lambda point: point.step)
+        return _rate(self._recent, lambda point: point.worker_steps.get(worker_id))
 
     def rates(self, span_s: float, columns: int) -> list[float]:
         """Samples a second in each part of the last `span_s`; 0 where nothing is known."""
@@ -101,27 +106,28 @@ class History:
             end_s = times[-1] - span_s * (columns - 1 - column) / columns if times else 0.0
             begin_s = end_s - max(span_s / columns, _SMOOTH_S)
             one, other = (bisect.bisect_right(times, at_s) - 1 for at_s in (begin_s, end_s))
-            known = one >= 0 and (_slope(points[one], points[other], lambda point: point.samples) or 0.0)
-            found.append(float(known))
+            known = None if one < 0 else _slope(points[one], points[other], lambda point: point.samples)
+            found.append(known or 0.0)
         return found
 
     def spent(self, worker_id: str) -> dict[str, float]:
         """Where the worker's time went between the last two looks that differ; empty if it does not tell."""
-        told = [point.seconds[worker_id] for point in self._points if worker_id in point.seconds]
+        told = [point.seconds[worker_id] for point in self._recent if worker_id in point.seconds]
         if not told:
             return {}
         newest = told[-1]
         before = next((seconds for seconds in reversed(told) if seconds != newest), {})
         return {name: max(0.0, newest.get(name, 0.0) - before.get(name, 0.0)) for name in CATEGORIES}
 
-    def _rate(self, value: Callable[[Point], int | None]) -> float | None:
-        """Over the window; None before it can be known. The window begins with a look outside of it: a coordinator that
-        was silent tells what happened meanwhile all at once."""
-        known = [point for point in self._points if value(point) is not None]
-        if not known:
-            return None
-        outside = [point for point in known if known[-1].at_s - point.at_s >= _RATE_WINDOW_S]
-        return _slope(outside[-1] if outside else known[0], known[-1], value)
+
+def _rate(points: Iterable[Point], value: Callable[[Point], int | None]) -> float | None:
+    """Over the window; None before it can be known. The window begins with a look outside of it: a coordinator that
+    was silent tells what happened meanwhile all at once."""
+    known = [point for point in points if value(point) is not None]
+    if not known:
+        return None
+    outside = [point for point in known if known[-1].at_s - point.at_s >= _RATE_WINDOW_S]
+    return _slope(outside[-1] if outside else known[0], known[-1], value)
 
 
 def _slope(one: Point, other: Point, value: Callable[[Point], int | None]) -> float | None:
@@ -181,10 +187,11 @@ def _head(snapshot: Snapshot, width: int, plain: bool) -> Iterator[Text]:
     name.truncate(max(1, width - right.cell_len - 2), overflow="crop" if plain else "ellipsis")
     yield name + " " * (width - name.cell_len - right.cell_len) + right
     if silent:
-        said = f"the coordinator has not answered for {clock(snapshot.silent_s)}; asking again, what follows is old"
+        stale = "" if status is None else ", what follows is old"
+        said = f"the coordinator has not answered for {clock(snapshot.silent_s)}; asking again{stale}"
         yield Text(said, style="bold red")
     elif status is not None and status["reason"]:
-        yield Text(str(status["reason"]), style="red" if phase == "failed" else "yellow")
+        yield Text(_clean(status["reason"]), style="red" if phase == "failed" else "yellow")
     if status is None:
         return
     yield Text()
@@ -197,14 +204,15 @@ def _head(snapshot: Snapshot, width: int, plain: bool) -> Iterator[Text]:
         drawn = Text(sparks(rates, max(rates), plain), style="cyan")
         yield _labelled("samples/s", drawn + f"  peak {rate(max(rates))}")
         drawn = Text(world(snapshot.sizes, snapshot.now_s - span_s, snapshot.now_s, wide, plain), style="magenta")
-        yield _labelled("workers", drawn + f"  {_members(status)} of {status['target']} wanted")
+        yield _labelled("workers", drawn + f"  {_members(status)} of {status['target']}")
         ago = f"{clock(span_s)} ago"
         yield Text(" " * _LABEL + ago + "now".rjust(wide - len(ago)), style="dim")
     total = Counter[str]()
     for worker in status["workers"]:
         total.update(snapshot.history.spent(worker["worker_id"]))
     if any(total.values()):
-        yield _labelled("time", _shares(total, wide // 2) + "  " + _legend(total))
+        yield _labelled("time", _shares(total, wide))
+        yield _labelled("", _legend(total))
 
 
 def _progress(snapshot: Snapshot, status: Mapping[str, Any], wide: int, plain: bool) -> Iterator[Text]:
@@ -270,9 +278,12 @@ def _fit(table: Sequence[Text], room: int) -> list[Text]:
 
 def _event_text(event: Mapping[str, Any]) -> Text:
     at = time.strftime("%H:%M:%S", time.localtime(event["time"]))
-    return Text(f"{at}  ", style="dim") + Text(
-        " ".join(event_line(event).split()), style=_EVENT_STYLES.get(event["event"], "")
-    )
+    return Text(f"{at}  ", style="dim") + Text(_clean(event_line(event)), style=_EVENT_STYLES.get(event["event"], ""))
+
+
+def _clean(text: str) -> str:
+    """One line without control characters: an error of the user's may hold anything."""
+    return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
 
 
 def _labelled(label: str, content: Text) -> Text:
@@ -321,9 +332,11 @@ def _shares(seconds: Mapping[str, float], width: int) -> Text:
 
 
 def _legend(seconds: Mapping[str, float]) -> Text:
+    """The largest parts first: they are the last to be cut off."""
     whole = sum(seconds.values())
     shown = Text()
-    for name, (letter, color) in CATEGORIES.items():
+    for name in sorted(CATEGORIES, key=lambda name: -seconds.get(name, 0.0)):
+        letter, color = CATEGORIES[name]
         if seconds.get(name, 0.0) >= whole / 200:
             shown += Text(letter, style=f"black on {color}") + f" {name} {seconds[name] / whole:.0%}  "
     return shown
@@ -341,7 +354,7 @@ class Watcher:
         self._created_s = float(run_dir.settings()["created"])
         self._passes = Passes(run_dir.audit)
         self._tail = Tail(run_dir.events)
-        self._events: deque[dict[str, Any]] = deque(maxlen=_KEPT)
+        self._events: deque[dict[str, Any]] = deque(maxlen=_KEPT_EVENTS)
         self._sizes: list[tuple[float, int]] = []
         self._history = History()
         self._status: dict[str, Any] | None = None

@@ -67,6 +67,7 @@ MISTAKES = {
     "events nowhere": "JobNotFound:",
     "top nowhere": "JobNotFound:",
     "logs nowhere": "JobNotFound:",
+    "logs other": "JobNotFound: no log in",
     "logs other --worker w9": "JobNotFound: no log of w9 in",
     "scale other 2": "JobNotFound: other has ended",
     "scale other two": "SettingsContradict: cannot scale to two",

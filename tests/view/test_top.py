@@ -125,7 +125,7 @@ def test_running_job_is_told_with_its_numbers_and_units():
     assert lines[2].endswith("   8%  ETA 6:38")
     assert lines[3].strip() == "epoch 3 of 30: 438 of 1,438 samples, in all 3,314 of 43,140"
     assert lines[4] == "speed      step 120   10.0 steps/s   100 samples/s   loss 0.2500"
-    assert lines[6].endswith("3 of 3 wanted")
+    assert lines[6].endswith("  3 of 3")
     assert lines[9].split() == ["worker", "rank", "state", "step", "steps/s", "pid"]
     assert lines[10].split() == ["w0", "0", "member", "120", "10.0", "4000"]
     assert lines[14] == "events"
@@ -147,6 +147,8 @@ def test_coordinator_that_is_away_is_told_and_the_last_answer_stays():
 def test_reason_of_an_end_is_told_in_one_line():
     assert shown(STATES["stopping"])[1] == "shoal stop"
     assert shown(STATES["failed"])[1].endswith("x…")
+    lines = shown(snapshot(status=status(reason="w1 failed:\n\t\x1b[2Jred\x07")))
+    assert lines[1] == "w1 failed: [2Jred"
 
 
 def test_more_workers_than_fit_are_counted():
@@ -167,10 +169,9 @@ def test_worker_that_is_suspect_or_not_yet_in_stands_out():
 def test_where_the_time_went_is_a_bar_for_the_job_and_for_each_worker():
     seconds = {"w0": {"compute": 0.75, "exchange": 0.25}, "w1": {"compute": 0.25, "wait": 0.75}}
     lines = shown(snapshot(history=history(seconds)))
-    (job,) = (line for line in lines if line.startswith("time "))
-    assert "c compute 50%" in job
-    assert "x exchange 12%" in job
-    assert "w wait 38%" in job
+    (at,) = (number for number, line in enumerate(lines) if line.startswith("time "))
+    assert "".join(letter for letter, _ in itertools.groupby(lines[at].split()[1])) == "cxw"
+    assert lines[at + 1].split("  ") == [*[""] * 5, " c compute 50%", "w wait 38%", "x exchange 12%"]
     bars = {line[:2]: line.split()[-1] for line in lines if line.startswith(("w0 ", "w1 ", "w2 "))}
     for whose, letters in {"w0": "cx", "w1": "cw"}.items():
         assert "".join(letter for letter, _ in itertools.groupby(bars[whose])) == letters
