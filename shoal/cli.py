@@ -185,6 +185,7 @@ def run(
         "memory_bytes": memory_bytes,
         "threads": threads,
         "pin": pin,
+        "log_bytes": log_bytes,
         "version": __version__,
     }
     run_dir = RunDir.create(directory, settings) if directory else rundir.create_default(script, settings)
@@ -245,9 +246,10 @@ def _run_job(
 
 def _write_end(run_dir: RunDir, phase: str, text: str) -> None:
     """The last event of a job. Its coordinator has gone, and some endings it never knew."""
-    events = EventLog(run_dir.events)
-    events.write(time.time(), "over", phase=phase, text=text)
-    events.close()
+    with contextlib.suppress(OSError):  # on a full disk the error itself is still to be told
+        events = EventLog(run_dir.events)
+        events.write(time.time(), "over", phase=phase, text=text)
+        events.close()
 
 
 def _summary(run_dir: RunDir, ending: Ending, took_s: float) -> list[str]:
@@ -313,8 +315,8 @@ def _address(run_dir: RunDir) -> str:
 def _ended(run_dir: RunDir) -> str:
     """What there is to say to somebody who takes an ended job for a running one."""
     phase, reason = how_it_ended(read_events(run_dir.events))
-    how = phase if phase != "ended" else ""
-    return f"{name_of(run_dir)} has ended ({'; '.join(filter(None, (how, reason)))})".removesuffix(" ()")
+    how = f"{phase}: {reason}" if phase == "failed" else reason or phase
+    return f"{name_of(run_dir)} has ended ({how})"
 
 
 @app.command(

@@ -19,7 +19,7 @@ _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 def bar(fraction: float, width: int, plain: bool = False) -> Text:
     """A bar of that width; `plain` for a terminal that knows ASCII only."""
-    full = round(min(max(fraction, 0.0), 1.0) * width)
+    full = int(min(max(fraction, 0.0), 1.0) * width)  # full only when all is done
     done, left = ("#", "-") if plain else ("━", "─")
     return Text(done * full, style="green") + Text(left * (width - full), style="dim")
 

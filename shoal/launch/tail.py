@@ -41,7 +41,9 @@ class Tail:
         self._end_bytes: int | None = None
 
     def cut(self, end_bytes: int | None) -> None:
-        """Leave out what lies behind."""
+        """Leave out what lies behind, by the file as it is now."""
+        if self._file is not None:
+            self._rest += self._head_taken_off()
         self._end_bytes = end_bytes
 
     def lines(self, last: bool = False) -> list[str]:

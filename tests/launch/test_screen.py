@@ -40,6 +40,7 @@ def test_progress_is_one_line_and_has_a_rate_only_while_it_runs():
 def test_progress_says_when_it_will_be_done_and_draws_a_bar():
     assert progress_line({**STATUS, "rate": 100.0}, PROGRESS).endswith("  100 samples/s  1 of 3 workers  ETA 2:35")
     assert bar(0.25, 8, plain=True).plain == "##------"
+    assert bar(0.99, 8).plain == "━" * 7 + "─"
     assert bar(7.0, 8).plain == "━" * 8
 
 
@@ -49,8 +50,8 @@ def test_progress_on_a_terminal_has_the_bar_and_the_end_first_and_leaves_out_wha
     assert wide.startswith("━━━━━" + "─" * 19 + "  22%  ETA 2:35  epoch 3 of 10  step 1,234")
     assert wide.endswith("  100 samples/s  loss 0.1235  1 of 3 workers")
     narrow = live_line(slow, PROGRESS, 80, plain=True).plain
-    assert narrow == "####------------  22%  ETA 2:35  epoch 3 of 10  step 1,234  100 samples/s"
-    assert live_line({**slow, "phase": "paused"}, PROGRESS, 40).plain == "━━──────  22%  paused  epoch 3 of 10"
+    assert narrow == "###-------------  22%  ETA 2:35  epoch 3 of 10  step 1,234  100 samples/s"
+    assert live_line({**slow, "phase": "paused"}, PROGRESS, 40).plain == "━───────  22%  paused  epoch 3 of 10"
     assert live_line(slow, None, 30).plain == "epoch 3  step 1,234"
 
 
@@ -59,7 +60,7 @@ def test_progress_stays_in_the_last_line_of_a_terminal_and_goes_away():
     screen = Screen(err=err, console=Console(file=err, force_terminal=True, width=80, color_system=None))
     screen.progress(STATUS, PROGRESS)
     assert (
-        err.getvalue().rstrip().endswith("━━━━────────────  22%  ETA 0:03  epoch 3 of 10  step 1,234  5,679 samples/s")
+        err.getvalue().rstrip().endswith("━━━─────────────  22%  ETA 0:03  epoch 3 of 10  step 1,234  5,679 samples/s")
     )
     screen.close()
     assert err.getvalue().endswith("\x1b[1A\x1b[2K")

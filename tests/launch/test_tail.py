@@ -90,6 +90,22 @@ def test_cut_moves_with_the_head(tmp_path):
     tail.close()
 
 
+def test_cut_is_by_the_file_as_it_is_when_its_head_has_just_been_taken_off(tmp_path):
+    path = tmp_path / "w0.log"
+    before = [f"line {number}" for number in range(2000)]
+    path.write_text("\n".join(before[:10]) + "\n")
+    tail = Tail(path)
+    assert tail.lines() == before[:10]
+    with path.open("a") as log:
+        log.write("\n".join(before[10:]) + "\n")
+    assert bound(path, 8000)
+    tail.cut(path.stat().st_size)
+    with path.open("a") as log:
+        log.write("Traceback\n")
+    assert tail.lines(last=True) == before[10:]
+    tail.close()
+
+
 def test_tail_of_a_file_that_somebody_emptied_begins_anew(tmp_path):
     path = tmp_path / "w0.log"
     path.write_text("one\ntwo\n")

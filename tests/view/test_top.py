@@ -121,7 +121,7 @@ def test_every_state_fills_a_terminal_of_any_size(state, width, height, plain):
 def test_running_job_is_told_with_its_numbers_and_units():
     lines = shown(STATES["running"])
     assert " ".join(lines[0].split()) == "digits-20260101-120000 running generation 7 up 1:23"
-    assert lines[2].startswith("progress   ━━━━──")
+    assert lines[2].startswith("progress   ━━━──")
     assert lines[2].endswith("   8%  ETA 6:38")
     assert lines[3].strip() == "epoch 3 of 30: 438 of 1,438 samples, in all 3,314 of 43,140"
     assert lines[4] == "speed      step 120   10.0 steps/s   100 samples/s   loss 0.2500"
