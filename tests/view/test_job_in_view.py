@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from shoal import cli
 from shoal.testing import LocalJob
 
 SCRIPT = """
@@ -137,7 +138,14 @@ def test_top_quits_by_key_and_by_signal_and_gives_the_terminal_back(job: LocalJo
     assert job.process.poll() is None
 
 
-def test_what_follows_a_job_tells_all_of_it_and_ends_with_it(job: LocalJob) -> None:
+def said_by(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as exit:
+        cli.main(arguments)
+    assert exit.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_what_follows_a_job_tells_all_of_it_and_ends_with_it(job: LocalJob, capsys: pytest.CaptureFixture[str]) -> None:
     where = str(job.directory)
     events = Looking("events", where, "--follow", "--json")
     logs = Looking("logs", where, "-f", "--worker", "w0", "-n", "1")
@@ -150,12 +158,11 @@ def test_what_follows_a_job_tells_all_of_it_and_ends_with_it(job: LocalJob) -> N
     job.signal("w1")
     events.until("w1 left (signal 9)")
     top.until("w1 left (signal 9)")
-    said = subprocess.run(command("status", where, "--json"), capture_output=True, text=True, check=True).stdout
-    state = json.loads(said)
+    state = json.loads(said_by(capsys, "status", where, "--json"))
     assert (state["phase"], state["progress"]["total"]) == ("running", 60 * 10**6)
     assert 0 < state["progress"]["done"] <= state["samples"]
 
-    assert "stopping" in subprocess.run(command("stop", where), capture_output=True, text=True, check=True).stdout
+    assert said_by(capsys, "stop", where).endswith("run: stopping\n")
     assert [look.end() for look in (events, logs, top, plain)] == [0, 0, 0, 0]
     assert restored(top)
     written = [json.loads(line) for line in Path(where, "events.jsonl").read_text().splitlines()]
@@ -167,9 +174,8 @@ def test_what_follows_a_job_tells_all_of_it_and_ends_with_it(job: LocalJob) -> N
     assert re.search(r"epoch [\d,]+ of 1,000,000  step [\d,]+  .* samples/s", plain.said)
     job.process.communicate()
 
-    again = subprocess.run(command("stop", where), capture_output=True, text=True, check=True).stdout
-    assert again.endswith("run has ended (stopped: shoal stop)\n")
-    listed = subprocess.run(command("events", where), capture_output=True, text=True, check=True).stdout
+    assert said_by(capsys, "stop", where).endswith("run has ended (stopped: shoal stop)\n")
+    listed = said_by(capsys, "events", where)
     assert listed.count("\n") == len(written)
     assert listed.endswith("  job ended: stopped: shoal stop\n")
     head = subprocess.run(
