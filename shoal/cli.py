@@ -12,11 +12,12 @@ import functools
 import json
 import os
 import re
+import signal
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields, replace
 from enum import Enum
 from pathlib import Path
@@ -30,27 +31,47 @@ from shoal import __version__, checkpoints, errors
 from shoal.checkpoints import Checkpoint
 from shoal.control import client, rundir
 from shoal.control.environment import WorkerEnvironment
-from shoal.control.membership import counted
 from shoal.control.rundir import Committed, RunDir
 from shoal.control.timeouts import DEFAULT_BUDGET_S, Timeouts
 from shoal.launch.job import BEGINNING, Ending, Job, Origin, parse_size
 from shoal.launch.local import LocalLauncher
 from shoal.launch.relaunch import Relaunch
-from shoal.launch.screen import Screen
+from shoal.launch.screen import Screen, prefixed
 from shoal.launch.settings import JobSettings
+from shoal.launch.tail import LOG_LIMIT_BYTES
 from shoal.metrics import EventLog, read_events
+from shoal.view import events as event_view
+from shoal.view import logs as log_view
+from shoal.view.state import audited, how_it_ended, line_of, live, name_of, of_this_life, state_of
+from shoal.wording import counted
 
 app = typer.Typer(
     help="Train one PyTorch model on many workers that come and go.",
+    epilog="""**Examples**
+
+`shoal doctor` — is this machine fit to train?
+
+`shoal run -n 4 train.py`, then in another terminal `shoal top`
+
+`shoal COMMAND --help` has examples of each; `shoal --install-completion` teaches your shell to complete them""",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
 
+
+def _jobs(incomplete: str) -> list[str]:
+    """For completion in a shell."""
+    return [path.parent.name for path in sorted(rundir.RUNS.glob(f"{incomplete}*/job.json"))]
+
+
 JobArgument = Annotated[
     str | None,
-    typer.Argument(metavar="JOB", help="A run directory, or a name under ./shoal-runs; the newest if left out."),
+    typer.Argument(
+        metavar="JOB",
+        help="A run directory, or a name under ./shoal-runs; the newest if left out.",
+        autocompletion=_jobs,
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object, for programs.")]
 
@@ -64,11 +85,11 @@ _POLL_S = 0.1
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
-def parse_bytes(text: str) -> int:
+def parse_bytes(text: str, option: str = "--memory") -> int:
     """`2G`, `512M`, `1.5GiB`: powers of 1024. Fails with SettingsContradict."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:I?B)?", text.strip().upper())
     if match is None or float(match[1]) == 0:
-        raise errors.SettingsContradict(f"--memory {text} is not an amount of memory; write --memory 2G")
+        raise errors.SettingsContradict(f"{option} {text} is not a number of bytes; write {option} 2G")
     return int(float(match[1]) * _UNITS[match[2]])
 
 
@@ -145,6 +166,9 @@ def run(
         Path | None,
         typer.Option(metavar="PATH", help="Begin with the weights of a checkpoint, a run, or a safetensors file."),
     ] = None,
+    log_size: Annotated[
+        str, typer.Option(metavar="BYTES", help="A worker's log keeps between this much and twice as much of its end.")
+    ] = f"{LOG_LIMIT_BYTES >> 20}M",
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Errors and the summary only.")] = False,
 ) -> int:
     """Train with a script on this machine, while workers come and go."""
@@ -163,6 +187,7 @@ def run(
         memory_bytes=parse_bytes(memory) if memory is not None else None,
         threads=threads,
         pin=pin,
+        log_bytes=parse_bytes(log_size, "--log-size"),
         checkpoint_every=checkpoint_every,
         checkpoint_keep=keep,
         init_from=str(init_from.absolute()) if init_from is not None else "",
@@ -250,29 +275,48 @@ def _run_job(
         run_dir.logs,
         memory_limit_bytes=settings.memory_bytes,
     )
-    screen.tell(f"job {_name(run_dir)}: {counted(settings.target, 'worker')}, run directory {run_dir.path}")
+    screen.tell(f"job {name_of(run_dir)}: {counted(settings.target, 'worker')}, run directory {run_dir.path}")
     began = time.monotonic()
 
     async def go() -> Ending:
         relaunch, timeouts = settings.relaunch, settings.timeouts
-        job = Job(run_dir, settings.size, timeouts, relaunch, settings.on_error, environment, screen, origin)
+        job = Job(
+            run_dir,
+            settings.size,
+            timeouts,
+            relaunch,
+            settings.on_error,
+            environment,
+            screen,
+            origin,
+            settings.log_bytes,
+        )
         return await job.run(make_launcher)
 
     ending = asyncio.run(go())
     took_s = time.monotonic() - began
-    if ending.error is not None:
+    try:
+        if ending.error is not None:
+            raise ending.error
+        lines = _summary(run_dir, ending, took_s)
+    except errors.ShoalError as error:
+        _write_end(run_dir, "failed", _one_line(error))
         if ending.traceback is not None:
             screen.show(ending.traceback)
-        raise ending.error
-    for line in _summary(run_dir, ending, took_s):
+        raise
+    finished = any(event["event"] == "finished" for event in of_this_life(read_events(run_dir.events)))
+    _write_end(run_dir, *(("finished", "") if finished else ("ended", f"stopped: {ending.reason}")))
+    for line in lines:
         screen.say(line)
     return 0 if ending.signum is None else 128 + ending.signum
 
 
-def _name(run_dir: RunDir) -> str:
-    """How other commands can call the job from here."""
-    under_runs = run_dir.path.parent == rundir.RUNS.absolute()
-    return run_dir.path.name if under_runs else os.path.relpath(run_dir.path)
+def _write_end(run_dir: RunDir, phase: str, text: str) -> None:
+    """The last event of a job. Its coordinator has gone, and some endings it never knew."""
+    with contextlib.suppress(OSError):  # on a full disk the error itself is still to be told
+        events = EventLog(run_dir.events)
+        events.write(time.time(), "over", phase=phase, text=text)
+        events.close()
 
 
 def _summary(run_dir: RunDir, ending: Ending, took_s: float) -> list[str]:
@@ -283,7 +327,7 @@ def _summary(run_dir: RunDir, ending: Ending, took_s: float) -> list[str]:
             raise _never_joined(run_dir, called="finished" in kinds)
         return [f"stopped ({ending.reason}) before the job had begun"]
     how = "finished" if "finished" in kinds else f"stopped ({ending.reason})"
-    report = _audit(run_dir)
+    report = audited(run_dir)
     lost, refused = ({event["worker_id"] for event in events if event["event"] == kind} for kind in ("lost", "refused"))
     line = (
         f"{how}: {counted(report.steps, 'step')}, {counted(report.samples, 'sample')} in {took_s:.1f} s, "
@@ -299,40 +343,28 @@ def _never_joined(run_dir: RunDir, called: bool) -> errors.ScriptFailed:
     return errors.ScriptFailed(f"{script} ended without calling shoal.run(main); call it at the end of the script")
 
 
-def _audit(run_dir: RunDir) -> Any:
-    # numpy costs a tenth of a second, which other commands need not pay
-    from shoal.data.audit import audit
+@app.command(
+    epilog="""**Examples**
 
-    committed = run_dir.committed()
-    seq = committed.seq if committed is not None else _live_status(run_dir).get("seq")
-    return audit(run_dir.audit, seq or None)
+`shoal status` — the newest job under ./shoal-runs
 
+`shoal status runs/a --json | jq .progress.done`
 
-@app.command(epilog="**Example** `shoal status --json | jq .step`")
+`shoal top` shows the same once a second"""
+)
 def status(job: JobArgument = None, as_json: JsonOption = False) -> int:
-    """Show who is in, and how far the job is."""
+    """Show who is in, how far the job is, and how it ended if it has."""
     run_dir = rundir.find(job)
-    state = _status(run_dir)
+    state = state_of(run_dir)
     if as_json:
         print(json.dumps(state))
         return 0
-    loss = "" if state["loss"] is None else f", loss {state['loss']:.4f}"
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    console.print(
-        f"{_name(run_dir)}: {state['phase']}, generation {state['generation']}, step {state['step']:,}, "
-        f"epoch {state['epoch']}, {state['samples']:,} samples, {state['rate']:,.0f} samples/s{loss}"
-    )
+    console.print(line_of(name_of(run_dir), state))
     if state["workers"]:
         table = Table("worker", "rank", "state", "step", "pid", "host", box=None)
         for worker in state["workers"]:
-            cells = [
-                worker["worker_id"],
-                worker["rank"],
-                worker["state"],
-                worker["step"],
-                worker["pid"],
-                worker["host"],
-            ]
+            cells = [worker[name] for name in ("worker_id", "rank", "state", "step", "pid", "host")]
             if worker["suspect"]:
                 cells[2] = f"{worker['state']}, suspect"
             table.add_row(*("" if cell is None else str(cell) for cell in cells))
@@ -340,48 +372,32 @@ def status(job: JobArgument = None, as_json: JsonOption = False) -> int:
     return 0
 
 
-def _status(run_dir: RunDir) -> dict[str, Any]:
-    """What the coordinator says, or what is left of a job that is over."""
-    if live := _live_status(run_dir):
-        return live
-    events = read_events(run_dir.events)
-    kinds = {event["event"] for event in events}
-    committed = run_dir.committed()
-    if committed is None:  # it was killed, and what its workers wrote down is all there is
-        report = _audit(run_dir)
-        committed = Committed(0, report.steps, 0, report.samples, None)
-    settings = run_dir.settings()
-    return {
-        "dir": str(run_dir.path),
-        "phase": "finished" if "finished" in kinds else "ended" if "ended" in kinds else "not running",
-        "reason": "",
-        "generation": max((event["number"] for event in events if event["event"] == "generation"), default=0),
-        "workers": [],
-        **asdict(committed),
-        "rate": 0.0,
-        **{name: settings.get(name) for name in ("target", "min", "max")},
-    }
-
-
-def _live_status(run_dir: RunDir) -> dict[str, Any]:
-    """What the coordinator says; empty if none answers."""
-    address = run_dir.address()
-    if address is not None:
-        with contextlib.suppress(errors.JobNotFound):
-            return client.status(address, run_dir.token())
-    return {}
-
-
 def _address(run_dir: RunDir) -> str:
     address = run_dir.address()
     if address is None:
-        raise errors.JobNotFound(f"{_name(run_dir)} does not serve yet; try again in a moment")
+        raise errors.JobNotFound(f"{name_of(run_dir)} does not serve yet; try again in a moment")
     return address
 
 
-@app.command(epilog="**Example** `shoal scale train-20260101-120000 6`")
+def _ended(run_dir: RunDir) -> str:
+    """What there is to say to somebody who takes an ended job for a running one."""
+    phase, reason = how_it_ended(read_events(run_dir.events))
+    how = f"{phase}: {reason}" if phase == "failed" else reason or phase
+    return f"{name_of(run_dir)} has ended ({how})"
+
+
+@app.command(
+    epilog="""**Examples**
+
+`shoal scale train-20260101-120000 6` — six workers, whether that is more or fewer
+
+`shoal scale runs/a 1`"""
+)
 def scale(
-    job: Annotated[str, typer.Argument(metavar="JOB", help="A run directory, or a name under ./shoal-runs.")],
+    job: Annotated[
+        str,
+        typer.Argument(metavar="JOB", help="A run directory, or a name under ./shoal-runs.", autocompletion=_jobs),
+    ],
     target: Annotated[str, typer.Argument(metavar="N", help="How many workers.")],
 ) -> int:
     """Change the number of workers of a running job."""
@@ -390,21 +406,38 @@ def scale(
             f"cannot scale to {target}: it is not a number of workers; write shoal scale JOB 4"
         )
     run_dir = rundir.find(job)
+    if not run_dir.runs():
+        raise errors.JobNotFound(f"{_ended(run_dir)}; start it again with shoal run -n {target}")
     state = client.scale(_address(run_dir), run_dir.token(), int(target))
-    print(f"{_name(run_dir)}: {counted(state['target'], 'worker')} wanted")
+    print(f"{name_of(run_dir)}: {counted(state['target'], 'worker')} wanted")
     return 0
 
 
-@app.command(epilog="**Example** `shoal stop`")
+@app.command(
+    epilog="""**Examples**
+
+`shoal stop` — the newest job; one that has ended already is no error
+
+`shoal stop runs/a && shoal events runs/a --follow` — until it has really ended"""
+)
 def stop(job: JobArgument = None) -> int:
     """Let every worker finish its step and leave, and end the job."""
     run_dir = rundir.find(job)
+    if not run_dir.runs():
+        print(_ended(run_dir))
+        return 0
     client.stop(_address(run_dir), run_dir.token(), "shoal stop")
-    print(f"{_name(run_dir)}: stopping")
+    print(f"{name_of(run_dir)}: stopping")
     return 0
 
 
-@app.command(epilog="**Example** `shoal checkpoint runs/a`")
+@app.command(
+    epilog="""**Examples**
+
+`shoal checkpoint` — of the newest job under ./shoal-runs
+
+`shoal checkpoint runs/a --json | jq .path`"""
+)
 def checkpoint(job: JobArgument = None, as_json: JsonOption = False) -> int:
     """Take a checkpoint of the next step, and wait until it is on the disk."""
     run_dir = rundir.find(job)
@@ -417,19 +450,145 @@ def checkpoint(job: JobArgument = None, as_json: JsonOption = False) -> int:
                 return 0
             if event["event"] == "checkpoint_failed":
                 raise errors.ShoalError(event["text"])
-        state = _live_status(run_dir)
+        state = live(run_dir)
         if not state:
-            raise errors.JobNotFound(f"{_name(run_dir)} ended before it had taken a checkpoint; see shoal status")
+            raise errors.JobNotFound(f"{name_of(run_dir)} ended before it had taken a checkpoint; see shoal status")
         if state["generation"] != asked:  # the lowest rank may have gone with the request
             asked = client.checkpoint(_address(run_dir), run_dir.token())["generation"]
         time.sleep(_POLL_S)
 
 
-@app.command(epilog="**Example** `shoal audit runs/a` — exits with 1 when a sample was lost or trained twice")
+@contextlib.contextmanager
+def _reader_may_leave() -> Iterator[None]:
+    """`| head` ends the command, with the exit code of a signal."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter tries once more at its end
+        raise typer.Exit(128 + signal.SIGPIPE) from None
+
+
+@app.command(
+    epilog="""**Examples**
+
+`shoal events` — the newest job, one line an event
+
+`shoal events runs/a --follow` — until the job has ended
+
+`shoal events --json | jq 'select(.event == "generation") | .members'`"""
+)
+def events(
+    job: JobArgument = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, for programs.")] = False,
+) -> int:
+    """Show what happened: who joined, left or died, and why."""
+    with _reader_may_leave():
+        for event in event_view.events(rundir.find(job), follow):
+            line = json.dumps(event) if as_json else f"{event_view.time_of(event)}  {event_view.event_line(event)}"
+            print(line, flush=follow)
+    return 0
+
+
+def _workers(context: typer.Context, incomplete: str) -> list[str]:
+    try:
+        found = log_view.names(rundir.find(context.params.get("job")))
+    except errors.ShoalError:
+        return []
+    return [name for name in found if name.startswith(incomplete)]
+
+
+@app.command(
+    epilog="""**Examples**
+
+`shoal logs` — all that the workers of the newest job printed, worker by worker
+
+`shoal logs -f` — the last lines, and then each as it comes, until the job has ended
+
+`shoal logs runs/a --worker w3 -n 50`
+
+`shoal logs --worker coordinator` — shoal's own: coordinator, forkserver"""
+)
+def logs(
+    job: JobArgument = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")] = False,
+    worker: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--worker", "-w", metavar="W", help="Of this worker only; may be repeated.", autocompletion=_workers
+        ),
+    ] = None,
+    last_lines: Annotated[
+        int | None, typer.Option("--lines", "-n", min=0, help="No more than so many of each that are there already.")
+    ] = None,
+) -> int:
+    """Show what the workers print."""
+    read = log_view.follow if follow else log_view.logs
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    with _reader_may_leave():
+        for worker_id, line in read(rundir.find(job), worker or (), last_lines):
+            if console.is_terminal:
+                console.print(prefixed(worker_id, line))
+            else:
+                print(f"{worker_id} | {line}", flush=follow)
+    return 0
+
+
+@app.command(
+    epilog="""**Examples**
+
+`shoal top` — the newest job under ./shoal-runs
+
+`shoal top runs/a --interval 5`
+
+`shoal top | tee top.txt` — not on a terminal it is a line a second
+
+q or Ctrl-C quits; the job goes on."""
+)
+def top(
+    job: JobArgument = None,
+    interval_s: Annotated[
+        float, typer.Option("--interval", "-d", metavar="SECONDS", min=0.1, help="Between two looks.")
+    ] = 1.0,
+) -> int:
+    """Watch a job as it trains: workers, speed, progress, events."""
+    from shoal.view.top import watch
+
+    with _reader_may_leave():
+        return watch(rundir.find(job), Console(highlight=False, markup=False), interval_s)
+
+
+@app.command(
+    epilog="""**Examples**
+
+`shoal doctor` — each line that is not ok says what to change
+
+`shoal doctor --json | jq '.checks[] | select(.verdict != "ok")'`
+
+Exits with 1 when something is bad, that is, when shoal cannot run."""
+)
+def doctor(
+    directory: Annotated[Path, typer.Option("--dir", help="Where run directories will be.")] = rundir.RUNS,
+    as_json: JsonOption = False,
+) -> int:
+    """Check whether this machine is fit to train, and say what to change."""
+    from shoal.view import doctor as doctor_view
+
+    return doctor_view.report(directory, Console(highlight=False, markup=False), as_json)
+
+
+@app.command(
+    epilog="""**Examples**
+
+`shoal audit runs/a` — exits with 1 when a sample was lost or trained twice
+
+`shoal audit --json | jq .clean`"""
+)
 def audit(job: JobArgument = None, as_json: JsonOption = False) -> int:
     """Check, from what the workers really fed, that every sample was trained exactly once."""
     run_dir = rundir.find(job)
-    report = _audit(run_dir)
+    report = audited(run_dir)
     if as_json:
         print(json.dumps({**vars(report), "clean": report.clean}))
     else:

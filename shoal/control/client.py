@@ -425,7 +425,7 @@ def _command(address: str, token: str, request: Any, timeout_s: float) -> dict[s
             if error.code() is grpc.StatusCode.UNAUTHENTICATED:
                 raise TokenRefused(f"{address} refused the token; use the one in the job's run directory") from None
             raise JobNotFound(
-                f"no job answers at {address} ({error.code().name.lower()}); has it ended? see its events.jsonl"
+                f"no job answers at {address} ({error.code().name.lower()}); has it ended? shoal status says"
             ) from None
     if reply.error:
         raise SettingsContradict(reply.error)

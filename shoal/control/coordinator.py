@@ -33,6 +33,7 @@ from shoal.control.timeouts import DEFAULT_BUDGET_S, Timeouts
 from shoal.errors import SettingsContradict, ShoalError
 from shoal.metrics import EventLog
 from shoal.process import die_with
+from shoal.wording import counted
 
 OnError = Literal["stop", "relaunch"]
 Event = Callable[[Membership, float], Outcome]
@@ -398,7 +399,7 @@ class Coordinator:
                 self._forget(instruction.worker_id)
 
     def _publish(self, generation: m.Generation, cause: str) -> None:
-        workers = m.counted(len(generation.members), "worker") + (", paused" if generation.paused else "")
+        workers = counted(len(generation.members), "worker") + (", paused" if generation.paused else "")
         _log.info("generation %d → %d: %s, %s", generation.number - 1, generation.number, cause, workers)
         self._event(
             "generation",

@@ -13,16 +13,12 @@ from enum import Enum
 
 from shoal.control.timeouts import Timeouts
 from shoal.errors import DataUnusable, OutOfSharedMemory, SettingsContradict
+from shoal.wording import counted
 
 MAX_SLOTS = 256
 
 # What more workers can bring about: a newcomer that fails so is refused, and the job goes on as it was.
 REFUSABLE = (OutOfSharedMemory, DataUnusable, SettingsContradict)
-
-
-def counted(number: int, noun: str) -> str:
-    """`1 worker`, `2 workers`."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,10 @@ class RunDir:
         return self.path / "job.json"
 
     @property
+    def lock_file(self) -> Path:
+        return self.path / "lock"
+
+    @property
     def committed_file(self) -> Path:
         return self.path / "committed.json"
 
@@ -138,9 +142,9 @@ class RunDir:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """For as long as a job lives in this directory. Raises RunDirUnusable while another one does; a process that
-        is killed holds nothing any more."""
-        fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        """By the process that runs the job, for as long as it does: however it ends, the kernel lets go. Raises
+        RunDirUnusable while another one has it."""
+        fd = os.open(self.lock_file, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -168,6 +172,20 @@ class RunDir:
         """The lowest number that no worker of this run has had."""
         names = [path.stem for path in (*self.logs.glob("w*.log"), *self.audit.glob("w*.bin"))]
         return max((int(name[1:]) + 1 for name in names if name[1:].isdecimal()), default=0)
+
+    def runs(self) -> bool:
+        """Whether somebody runs the job now, also while no coordinator answers."""
+        try:
+            fd = os.open(self.lock_file, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(fd)
+        return False
 
     def committed(self) -> Committed | None:
         """Where the job was when it ended; None while it runs, or if it was killed with its launcher."""
@@ -212,10 +230,12 @@ def create_default(script: Path | str, settings: dict[str, Any]) -> RunDir:
 def find(job: str | None = None) -> RunDir:
     """The run at that path, or of that name under ./shoal-runs, or the newest there. Raises JobNotFound."""
     if job is not None:
-        for path in (Path(job), RUNS / job):
+        places = dict.fromkeys((Path(job), RUNS / job))  # one place, when the path begins at the root
+        for path in places:
             if (path / "job.json").exists():
                 return RunDir.open(path)
-        raise JobNotFound(f"no job at {job} or {RUNS / job}; name a run directory or a job under {RUNS}")
+        where = " or ".join(str(path) for path in places)
+        raise JobNotFound(f"no job at {where}; name a run directory, or a job under {RUNS}")
     found = [path.parent for path in RUNS.glob("*/job.json")]
     if not found:
         raise JobNotFound(f"no job under {RUNS.absolute()}; start one with shoal run, or name its run directory")

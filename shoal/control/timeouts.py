@@ -31,7 +31,8 @@ class Timeouts:
     ) -> None:
         def settle(name: str, value_s: float) -> None:
             if not 0 < value_s < float("inf"):
-                raise SettingsContradict(f"{name} is {value_s}; every timeout is a positive number of seconds")
+                called = "--budget" if name == "budget_s" else name
+                raise SettingsContradict(f"{called} is {value_s:g}; it must be a positive number of seconds")
             object.__setattr__(self, name, value_s)
 
         settle("budget_s", budget_s)
@@ -63,13 +64,13 @@ class Timeouts:
     def _check(self) -> None:
         if self.budget_s < SHORTEST_BUDGET_S:
             raise SettingsContradict(
-                f"budget_s is {self.budget_s:g} s; below {SHORTEST_BUDGET_S} s a busy worker looks dead, raise --budget"
+                f"--budget is {self.budget_s:g} s; below {SHORTEST_BUDGET_S} s a busy worker looks dead, raise it"
             )
-        _below("beat_s", self.beat_s, "half of budget_s", self.budget_s / 2)
-        _below("probe_s", self.probe_s, "half of budget_s", self.budget_s / 2)
+        _below("beat_s", self.beat_s, "half of --budget", self.budget_s / 2)
+        _below("probe_s", self.probe_s, "half of --budget", self.budget_s / 2)
         if self.join_s < self.budget_s:
             raise SettingsContradict(
-                f"join_s is {self.join_s:g} s, below budget_s {self.budget_s:g} s; raise it or leave it out"
+                f"join_s is {self.join_s:g} s, below --budget, {self.budget_s:g} s; raise it or leave it out"
             )
 
 

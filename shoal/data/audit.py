@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from shoal.data.ledger import Ids, Pass
 from shoal.errors import WorkersDiffer
+from shoal.wording import counted
 
 
 class Fed(NamedTuple):
@@ -135,7 +136,7 @@ class AuditReport:
     def __str__(self) -> str:
         return (
             f"audit: {self.lost:,} lost, {self.repeated:,} repeated, {self.skipped_steps:,} skipped "
-            f"({self.steps:,} steps, {self.samples:,} samples, {self.redone:,} steps redone)"
+            f"({counted(self.steps, 'step')}, {counted(self.samples, 'sample')}, {counted(self.redone, 'step')} redone)"
         )
 
 

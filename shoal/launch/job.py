@@ -23,9 +23,11 @@ from shoal.control.environment import WorkerEnvironment
 from shoal.control.membership import MAX_SLOTS, REFUSABLE
 from shoal.control.rundir import Committed, RunDir
 from shoal.control.timeouts import Timeouts
+from shoal.data.progress import Passes
 from shoal.launch.launcher import Exit, Failure, Launcher
 from shoal.launch.relaunch import GiveUp, Relaunch, Start, ends_job
-from shoal.launch.screen import Screen, Tail, transition_line
+from shoal.launch.screen import Screen, transition_line
+from shoal.launch.tail import LOG_LIMIT_BYTES, Tail, bound
 from shoal.metrics import read_events
 
 _POLL_S = 0.1
@@ -165,8 +167,11 @@ class Job:
         environment: WorkerEnvironment,
         screen: Screen,
         origin: Origin = BEGINNING,
+        log_limit_bytes: int = LOG_LIMIT_BYTES,
     ) -> None:
         self._run_dir, self._size, self._timeouts = run_dir, size, timeouts
+        self._log_limit_bytes = log_limit_bytes
+        self._bounding: asyncio.Future[bool] | None = None
         self._relaunch, self._on_error = relaunch, on_error
         self._environment = environment
         self._screen = screen
@@ -261,6 +266,8 @@ class Job:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._bounding is not None:
+            await asyncio.wait([self._bounding])  # a log's last lines are read when its head is off
         committed = await self._launcher.close() or self._origin.committed
         if committed is not None:
             self._run_dir.write_committed(committed)
@@ -436,7 +443,17 @@ class Job:
     async def _show_output(self) -> None:
         while True:
             self._echo()
+            await self._bound_logs()
             await asyncio.sleep(_POLL_S)
+
+    async def _bound_logs(self) -> None:
+        for worker_id in list(self._tails):
+            log = self._run_dir.logs / f"{worker_id}.log"
+            with contextlib.suppress(OSError):  # not there yet; or the disk is full, which must not end the job
+                if log.stat().st_size > self._log_limit_bytes:
+                    # In a thread: it copies, and a death in that time must be told at once.
+                    self._bounding = asyncio.ensure_future(asyncio.to_thread(bound, log, self._log_limit_bytes))
+                    await asyncio.shield(self._bounding)
 
     def _echo(self, last: bool = False) -> None:
         for worker_id, tail in list(self._tails.items()):
@@ -454,11 +471,12 @@ class Job:
 
     async def _show_progress(self, address: str) -> None:
         every_s = _LIVE_PROGRESS_S if self._screen.live else _PLAIN_PROGRESS_S
-        token = self._run_dir.token()
+        token, passes = self._run_dir.token(), Passes(self._run_dir.audit)
         while True:
             await asyncio.sleep(every_s)
             with contextlib.suppress(errors.JobNotFound):  # it does not answer just now
-                self._screen.progress(await asyncio.to_thread(client.status, address, token, every_s))
+                status = await asyncio.to_thread(client.status, address, token, every_s)
+                self._screen.progress(status, passes.progress(status["epoch"], status["samples"]))
 
     # ---- tasks
 

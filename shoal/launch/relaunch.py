@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 
 from shoal import errors
 from shoal.control.coordinator import OnError
-from shoal.control.membership import counted
 from shoal.launch.launcher import Exit, Failure
+from shoal.wording import counted
 
 
 def ends_job(exit: Exit, failure: Failure | None, on_error: OnError, excused: bool = False) -> errors.ShoalError | None:

@@ -1,67 +1,70 @@
-"""What `shoal run` shows: the workers' output, transitions, and one line of progress."""
+"""What `shoal run` shows: the workers' output, transitions, and a bar of progress."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from shoal.control.membership import counted
+from shoal.data.progress import Progress
+from shoal.wording import clock, counted, rate
 
 _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red")
-_READ_BYTES = 1 << 20
 
 
-class Tail:
-    """The lines that come to a file, each once and whole, up to where it is cut."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: Any = None
-        self._rest = b""
-        self._end_bytes: int | None = None
-
-    def cut(self, end_bytes: int | None) -> None:
-        """Leave out what lies behind."""
-        self._end_bytes = end_bytes
-
-    def lines(self, last: bool = False) -> list[str]:
-        """What is new. With `last`, also a line that has no end."""
-        if self._file is None:
-            try:
-                self._file = open(self._path, "rb")  # noqa: SIM115
-            except FileNotFoundError:
-                return []
-        size_bytes = -1 if last else _READ_BYTES
-        if self._end_bytes is not None:
-            size_bytes = max(0, self._end_bytes - self._file.tell())
-        *whole, self._rest = (self._rest + self._file.read(size_bytes)).split(b"\n")
-        if last and self._rest:
-            whole.append(self._rest)
-            self._rest = b""
-        return [line.decode(errors="replace") for line in whole]
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+def bar(fraction: float, width: int, plain: bool = False) -> Text:
+    """A bar of that width; `plain` for a terminal that knows ASCII only."""
+    full = int(min(max(fraction, 0.0), 1.0) * width)  # full only when all is done
+    done, left = ("#", "-") if plain else ("━", "─")
+    return Text(done * full, style="green") + Text(left * (width - full), style="dim")
 
 
-def progress_line(status: Mapping[str, Any]) -> str:
+def progress_line(status: Mapping[str, Any], progress: Progress | None = None) -> str:
     """One line for the status of a coordinator."""
+    done = [] if progress is None else [f"{progress.fraction:4.0%}"]
+    return "  ".join([*done, *_parts(status, progress), *_end(status, progress)])
+
+
+def live_line(status: Mapping[str, Any], progress: Progress | None, width: int, plain: bool = False) -> Text:
+    """The same with a bar, for a terminal: the end first, then as much of the rest as there is room for."""
+    line = Text(no_wrap=True, overflow="ellipsis")
+    if progress is not None:
+        line += bar(progress.fraction, max(8, width // 5), plain) + f" {progress.fraction:4.0%}"
+    for part in (*_end(status, progress), *_parts(status, progress)):
+        if line.cell_len + 2 + len(part) < width:
+            line += f"{'  ' if line else ''}{part}"
+    return line
+
+
+def _parts(status: Mapping[str, Any], progress: Progress | None) -> list[str]:
     members = sum(1 for worker in status["workers"] if worker["rank"] is not None)
-    parts = [f"step {status['step']:,}", f"epoch {status['epoch']}", f"{status['rate']:,.0f} samples/s"]
+    parts = [epoch_of(status, progress), f"step {status['step']:,}"]
+    if status["phase"] == "running":
+        parts.append(f"{rate(status['rate'])} samples/s")
     if status["loss"] is not None:
         parts.append(f"loss {status['loss']:.4f}")
-    parts.append(f"{members} of {counted(status['target'], 'worker')}")
+    return [*parts, f"{members} of {counted(status['target'], 'worker')}"]
+
+
+def _end(status: Mapping[str, Any], progress: Progress | None) -> list[str]:
+    """When it comes; for a job that does not train now, why not."""
     if status["phase"] != "running":
-        parts.append(str(status["phase"]))
-    return "  ".join(parts)
+        return [str(status["phase"])]
+    left_s = None if progress is None else progress.left_s(status["rate"])
+    return [] if left_s is None else [f"ETA {clock(left_s)}"]
+
+
+def epoch_of(status: Mapping[str, Any], progress: Progress | None) -> str:
+    """As people count: from 1."""
+    if progress is None:
+        return f"epoch {status['epoch'] + 1}"
+    pass_ = f"pass {progress.pass_index + 1}, " if progress.pass_index else ""
+    return f"{pass_}epoch {progress.epoch + 1} of {progress.epochs:,}"
 
 
 def transition_line(event: Mapping[str, Any]) -> str | None:
@@ -80,15 +83,27 @@ def transition_line(event: Mapping[str, Any]) -> str | None:
     return None
 
 
-class Screen:
-    """The workers' lines go to standard output, shoal's own to standard error. On a terminal the progress stays in the
-    last line; elsewhere it is a line like the others. A reader that went away (`| head`) is no reason to stop."""
+def prefixed(worker_id: str, line: str) -> Text:
+    """A worker's line, with a color of its own before it."""
+    number = int("".join(filter(str.isdigit, worker_id)) or 0)
+    return Text(f"{worker_id} | ", style=_COLORS[number % len(_COLORS)]) + Text.from_ansi(line)
 
-    def __init__(self, quiet: bool = False, out: TextIO | None = None, err: TextIO | None = None) -> None:
+
+class Screen:
+    """The workers' lines go to standard output, shoal's own to standard error. On a terminal the progress bar stays in
+    the last line; elsewhere it is a line like the others. A reader that went away (`| head`) is no reason to stop."""
+
+    def __init__(
+        self,
+        quiet: bool = False,
+        out: TextIO | None = None,
+        err: TextIO | None = None,
+        console: Console | None = None,
+    ) -> None:
         self._quiet = quiet
         self._out = out or sys.stdout
         self._err = err or sys.stderr
-        self._console = Console(file=self._err, highlight=False, markup=False, soft_wrap=True)
+        self._console = console or Console(file=self._err, highlight=False, markup=False, soft_wrap=True)
         self.live = self._console.is_terminal and not quiet
         self._live = Live(console=self._console, auto_refresh=False, transient=True) if self.live else None
         if self._live is not None:
@@ -110,21 +125,19 @@ class Screen:
         if self._quiet:
             return
         if self._live is not None and self._out.isatty():
-            number = int("".join(filter(str.isdigit, worker_id)) or 0)
-            prefix = Text(f"{worker_id} | ", style=_COLORS[number % len(_COLORS)])
-            self._print(prefix + Text.from_ansi(line))
+            self._print(prefixed(worker_id, line))
             return
         try:
             print(f"{worker_id} | {line}", file=self._out, flush=True)
         except (OSError, ValueError):  # the reader went away
             self._out = open(os.devnull, "w")  # noqa: SIM115
 
-    def progress(self, status: Mapping[str, Any]) -> None:
-        line = progress_line(status)
+    def progress(self, status: Mapping[str, Any], progress: Progress | None = None) -> None:
         if self._live is None:
-            self.tell(line)
+            self.tell(progress_line(status, progress))
         else:
-            self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
+            line = live_line(status, progress, self._console.width, self._console.options.ascii_only)
+            self._live.update(line, refresh=True)
 
     def close(self) -> None:
         """Later lines are plain ones."""

@@ -13,6 +13,7 @@ from shoal.control.coordinator import OnError
 from shoal.control.timeouts import DEFAULT_BUDGET_S, Timeouts
 from shoal.launch.job import Size
 from shoal.launch.relaunch import Relaunch, default_restarts
+from shoal.launch.tail import LOG_LIMIT_BYTES
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class JobSettings:
     memory_bytes: int | None = None
     threads: int | None = None
     pin: bool = True
+    log_bytes: int = LOG_LIMIT_BYTES  # of a worker's log
     checkpoint_every: str = DEFAULT_EVERY
     checkpoint_keep: int = DEFAULT_KEEP
     init_from: str = ""

@@ -60,6 +60,11 @@ def fence() -> None:
         _syscall_wake(_FUTEX, _private_at, _WAKE, 0)
 
 
+def futex_works() -> bool:
+    """Whether this kernel, and whatever filters its calls, answers a wake that wakes nobody."""
+    return bool(_syscall_wake(_FUTEX, _private_at, _WAKE, 0) == 0)
+
+
 def tag(generation: int, seq: int) -> int:
     return generation << 32 | seq
 

@@ -58,17 +58,18 @@ def _run_alone(main: Callable[[Worker], None], environment: WorkerEnvironment) -
         given = environment.dir
         run_dir = RunDir.create(given, settings) if given else create_default(script, settings)
         print(f"shoal: one worker, run directory {run_dir.path}", file=sys.stderr)
-        coordinator = EmbeddedCoordinator(run_dir, found(1, 1, 1))
-        address = coordinator.start()
-        worker = Worker("w0", socket.gethostname(), run_dir, address, OwnMemory(), Timeouts(), None, environment)
-        try:
-            _live(worker, main, environment.plugin)
-            if not worker.progress().seq:
-                raise errors.trained_nothing(os.path.basename(script))
-        finally:
-            coordinator.stop()
-            at = worker.progress()
-            run_dir.write_committed(Committed(at.seq, at.step, at.epoch, at.samples, finite(at.loss)))
+        with run_dir.held():
+            coordinator = EmbeddedCoordinator(run_dir, found(1, 1, 1))
+            address = coordinator.start()
+            worker = Worker("w0", socket.gethostname(), run_dir, address, OwnMemory(), Timeouts(), None, environment)
+            try:
+                _live(worker, main, environment.plugin)
+                if not worker.progress().seq:
+                    raise errors.trained_nothing(os.path.basename(script))
+            finally:
+                coordinator.stop()
+                at = worker.progress()
+                run_dir.write_committed(Committed(at.seq, at.step, at.epoch, at.samples, finite(at.loss)))
     except errors.ShoalError as error:
         print(f"shoal: {type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(errors.exit_code(error))

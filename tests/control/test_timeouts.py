@@ -21,10 +21,10 @@ def test_an_override_stands_beside_the_derived_ones() -> None:
 @pytest.mark.parametrize(
     ("budget_s", "override", "named"),
     [
-        (0.4, {}, "budget_s"),
-        (-1.0, {}, "budget_s"),
-        (float("nan"), {}, "budget_s"),
-        (float("inf"), {}, "budget_s"),
+        (0.4, {}, "--budget"),
+        (-1.0, {}, "--budget"),
+        (float("nan"), {}, "--budget"),
+        (float("inf"), {}, "--budget"),
         (5.0, {"beat_s": 2.5}, "beat_s"),
         (5.0, {"beat_s": -1.0}, "beat_s"),
         (5.0, {"probe_s": 2.5}, "probe_s"),

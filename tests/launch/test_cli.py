@@ -46,24 +46,30 @@ MISTAKES = {
     "run --dir taken train.py": "RunDirUnusable:",
     "run --dir other train.py": "RunDirUnusable:",
     "run --dir train.py train.py": "RunDirUnusable:",
-    "run --budget 0 train.py": "SettingsContradict: budget_s is 0.0",
+    "run --budget 0 train.py": "SettingsContradict: --budget is 0; it must",
     "run --budget 0.01 train.py": "SettingsContradict:",
     "run --budget nan train.py": "SettingsContradict:",
     "run --budget soon train.py": "SettingsContradict: Invalid value for '--budget'",
     "run --on-error ignore train.py": "SettingsContradict: Invalid value for '--on-error'",
     "run --restarts -1 train.py": "SettingsContradict: --restarts -1 is below 0",
     "run --threads 0 train.py": "SettingsContradict: --threads 0 is below 1",
-    "run --memory much train.py": "SettingsContradict: --memory much is not an amount of memory",
-    "run --memory 0 train.py": "SettingsContradict: --memory 0 is not an amount of memory",
+    "run --memory much train.py": "SettingsContradict: --memory much is not a number of bytes",
+    "run --memory 0 train.py": "SettingsContradict: --memory 0 is not a number of bytes",
+    "run --log-size 0 train.py": "SettingsContradict: --log-size 0 is not a number of bytes",
     "run": "SettingsContradict: Missing argument 'SCRIPT'",
     "run --no-such train.py": "SettingsContradict: No such option: --no-such",
     "dance": "SettingsContradict: No such command 'dance'",
     "status nowhere": "JobNotFound:",
     "status": "JobNotFound:",
     "stop": "JobNotFound:",
-    "stop other": "JobNotFound:",
     "audit nowhere": "JobNotFound:",
-    "scale other 2": "JobNotFound:",
+    "status /nowhere": "JobNotFound: no job at /nowhere; name a run directory",
+    "events nowhere": "JobNotFound:",
+    "top nowhere": "JobNotFound:",
+    "logs nowhere": "JobNotFound:",
+    "logs other": "JobNotFound: no log in",
+    "logs other --worker w9": "JobNotFound: no log of w9 in",
+    "scale other 2": "JobNotFound: other has ended",
     "scale other two": "SettingsContradict: cannot scale to two",
     "scale other 0": "SettingsContradict: cannot scale to 0",
 }
@@ -123,7 +129,44 @@ def test_status_of_a_job_that_is_over_says_where_it_was(capsys):
     where = {name: state[name] for name in ("seq", "step", "epoch", "samples", "loss")}
     assert where == {"seq": 31, "step": 30, "epoch": 2, "samples": 960, "loss": 0.125}
     assert shoal("status", "done") == 0
-    assert capsys.readouterr().out.startswith("done: finished, generation 7, step 30")
+    assert capsys.readouterr().out.startswith("done: finished, generation 7, epoch 3, step 30, 960 samples")
+
+
+def test_status_of_a_job_that_failed_says_why(capsys):
+    run_dir = RunDir.create("shoal-runs/broken", {})
+    events = EventLog(run_dir.events)
+    events.write(1.0, "failed", worker_id="w1", text="ValueError: one", traceback="")
+    events.write(1.1, "stopping", text="w1 failed")
+    assert shoal("status") == 0
+    assert capsys.readouterr().out.startswith("broken: failed (w1 failed: ValueError: one), ")
+    events.write(1.2, "over", phase="failed", text="ScriptFailed: train.py, line 3: ValueError: one")
+    events.close()
+    assert shoal("status") == 0
+    assert capsys.readouterr().out.startswith("broken: failed (ScriptFailed: train.py, line 3: ValueError: one), ")
+
+
+def test_job_that_runs_and_does_not_answer_is_not_taken_for_an_ended_one(capsys):
+    run_dir = RunDir.create("shoal-runs/silent", {})
+    with run_dir.held():
+        assert shoal("status") == 0
+        assert capsys.readouterr().out.startswith("silent: starting, ")
+        run_dir.write_address("127.0.0.1:1")
+        assert shoal("status") == 0
+        assert capsys.readouterr().out.startswith("silent: not answering (")
+        assert shoal("stop") == 2
+        assert capsys.readouterr().err.startswith("shoal: JobNotFound: no job answers at 127.0.0.1:1")
+
+
+def test_stopping_a_job_that_has_ended_is_no_error(capsys):
+    run_dir = RunDir.create("shoal-runs/done", {})
+    events = EventLog(run_dir.events)
+    events.write(1.0, "over", phase="finished", text="")
+    assert shoal("stop") == 0
+    assert capsys.readouterr() == ("done has ended (finished)\n", "")
+    events.write(2.0, "over", phase="ended", text="stopped: SIGTERM")
+    events.close()
+    assert shoal("stop") == 0
+    assert capsys.readouterr() == ("done has ended (stopped: SIGTERM)\n", "")
 
 
 def test_audit_exits_with_1_when_not_clean(monkeypatch, capsys):
@@ -151,3 +194,24 @@ def test_help_has_examples_and_runs_as_a_module():
     command = [sys.executable, "-m", "shoal", "run", "--help"]
     said = subprocess.run(command, cwd=path, capture_output=True, text=True, check=True)
     assert "shoal run -n 2:8 train.py" in said.stdout
+
+
+@pytest.mark.parametrize("command", [each.callback.__name__ for each in cli.app.registered_commands])
+def test_every_command_has_examples(command, capsys):
+    assert shoal(command, "--help") == 0
+    assert f"shoal {command}" in capsys.readouterr().out.partition("Examples")[2]
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [("shoal sta", "status"), ("shoal audit do", "done"), ("shoal logs --worker w", "w0\nw10")],
+)
+def test_shell_completes_commands_jobs_and_workers(words, found, monkeypatch, capsys):
+    run_dir = RunDir.create("shoal-runs/done", {})
+    for name in ("w10", "w0", "coordinator"):
+        (run_dir.logs / f"{name}.log").touch()
+    monkeypatch.setenv("_SHOAL_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(words.count(" ")))
+    assert shoal() == 0
+    assert capsys.readouterr().out.split() == found.split()

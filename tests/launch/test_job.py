@@ -22,6 +22,7 @@ import psutil
 import pytest
 
 import shoal
+from shoal.launch import tail
 
 DEADLINE_S = 60.0
 ROOT = str(Path(shoal.__file__).parents[1])
@@ -141,6 +142,43 @@ def test_output_of_workers_is_echoed_with_their_names(tmp_path):
             "shoal: ScriptFailed: script.py ended without calling shoal.run(main); call it at the end of the script"
         )
         assert run.last_line == wanted
+
+
+def test_log_of_a_worker_that_prints_without_end_is_bounded_and_echoed_to_the_last_line(tmp_path):
+    script = """
+        import os, sys, time
+        log = os.readlink("/proc/self/fd/1")
+        number, olders = 0, set()
+        while len(olders) < 3:
+            for number in range(number + 1, number + 101):
+                print("line", number)
+            time.sleep(0.001)  # a launcher reads 10 MB a second
+            if os.path.exists(log + ".1"):
+                olders.add(os.stat(log + ".1").st_mtime_ns)
+        print("last", number)
+    """
+    with running(tmp_path, script, "-n", "1", "--log-size", "64K") as run:
+        assert run.wait() == 2
+        lines = [line for line in run.out if line.startswith("w0 | line ")]
+        numbers = [int(line.split()[-1]) for line in lines]
+        if collapses(tmp_path / "probe"):
+            assert numbers == list(range(1, len(numbers) + 1))
+        else:
+            assert numbers == sorted(set(numbers))
+        assert f"w0 | last {numbers[-1]}\n" in run.out
+        logs = run.dir / "logs"
+        kept = (logs / "w0.log.1").stat().st_size + (logs / "w0.log").stat().st_size
+        assert kept < sum(len(line) - len("w0 | ") for line in lines)
+        assert run.command("logs", str(run.dir), "-n", "2") == f"w0 | line {numbers[-1]}\nw0 | last {numbers[-1]}\n"
+        shown = run.command("logs", str(run.dir), "--worker", "w0").splitlines()
+        assert [line.split()[-1] for line in shown[1:-1]] == [str(n) for n in numbers[-len(shown) + 2 :]]
+
+
+def collapses(path: Path) -> bool:
+    """Whether this file system can take a range out of a file: what is written meanwhile is never lost."""
+    path.write_bytes(bytes(1 << 20))
+    with path.open("rb+") as file:
+        return tail._collapse(file.fileno(), 1 << 19)
 
 
 def test_exception_of_many_workers_is_shown_once_and_stays_in_every_log(tmp_path):

@@ -1,0 +1,75 @@
+"""How far a job is in the pass it declared last. Read from files, without numpy: the command line answers at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Samples of the newest pass, and of the epoch in it. A script that goes over its data in many passes does not say
+    how many are to come: the total is this pass's."""
+
+    pass_index: int
+    epoch: int  # from 0
+    epochs: int
+    epoch_done: int
+    epoch_samples: int
+    done: int
+    total: int
+
+    @property
+    def fraction(self) -> float:
+        return self.done / self.total
+
+    def left_s(self, rate: float) -> float | None:
+        """Seconds to the end of the pass at that many samples a second; None while there is no rate."""
+        return (self.total - self.done) / rate if rate > 0 else None
+
+
+def measure(passes: Sequence[Mapping[str, Any]], epoch: int, samples: int) -> Progress | None:
+    """`passes` as they were declared, in order; `epoch` and `samples` of the newest commit. None without a pass.
+
+    `samples` counts from the job's beginning, and passes before may have been left by `break` or dropped ragged ends:
+    the epoch bounds what can be wrong with the difference.
+    """
+    if not passes:
+        return None
+    *before, newest = passes
+    epoch_samples = _epoch_samples(newest)
+    epoch = min(epoch, newest["epochs"] - 1)
+    earlier = sum(_epoch_samples(pass_) * pass_["epochs"] for pass_ in before)
+    epoch_done = min(max(samples - earlier - epoch * epoch_samples, 0), epoch_samples)
+    return Progress(
+        pass_index=newest["index"],
+        epoch=epoch,
+        epochs=newest["epochs"],
+        epoch_done=epoch_done,
+        epoch_samples=epoch_samples,
+        done=epoch * epoch_samples + epoch_done,
+        total=newest["epochs"] * epoch_samples,
+    )
+
+
+def _epoch_samples(pass_: Mapping[str, Any]) -> int:
+    """What an epoch uses. Without a global batch a dropped end depends on the number of workers: it is not left out."""
+    samples, batch = int(pass_["num_samples"]), pass_["global_batch"]
+    return samples - samples % int(batch) if pass_["drop_last"] and batch else samples
+
+
+class Passes:
+    """What workers have declared in the audit's directory so far. Each file is read once, however often one looks."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._known: dict[Path, dict[str, Any]] = {}
+
+    def progress(self, epoch: int, samples: int) -> Progress | None:
+        for path in self._directory.glob("pass-*.json"):
+            if path not in self._known:
+                self._known[path] = json.loads(path.read_text())
+        return measure(sorted(self._known.values(), key=lambda pass_: int(pass_["index"])), epoch, samples)

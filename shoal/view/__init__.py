@@ -1,0 +1,1 @@
+"""What people see of a job and of a machine: everything here reads, and changes nothing."""
