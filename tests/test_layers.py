@@ -13,7 +13,7 @@ import shoal
 
 ROOT = Path(shoal.__file__).parent
 LAYERS = [
-    ("errors", "metrics", "process", "wording", "checkpoints"),
+    ("errors", "metrics", "process", "wording", "checkpoints", "recipe"),
     ("data",),
     ("control",),
     ("sync",),

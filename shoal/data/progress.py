@@ -37,6 +37,7 @@ def measure(passes: Sequence[Mapping[str, Any]], epoch: int, samples: int) -> Pr
     `samples` counts from the job's beginning, and passes before may have been left by `break` or dropped ragged ends:
     the epoch bounds what can be wrong with the difference.
     """
+    passes = [pass_ for pass_ in passes if pass_.get("train", True)]  # evaluations learn from no sample
     if not passes:
         return None
     *before, newest = passes

@@ -312,7 +312,7 @@ class Worker:
         self._passes += 1
         return self._passes - 1
 
-    def step(self, loss: torch.Tensor | None, **metrics: float | torch.Tensor) -> bool:
+    def step(self, loss: torch.Tensor | None, /, **metrics: float | torch.Tensor) -> bool:
         """Backward, and with the last micro-batch of a step the step itself, together with all other workers.
 
         True: a step was committed. False: either micro-batches of it are left, or workers came or went; then the same
