@@ -304,19 +304,10 @@ def _status(run_dir: RunDir) -> dict[str, Any]:
 
 
 def _live_status(run_dir: RunDir) -> dict[str, Any]:
-    """What the coordinator says; empty if none answers."""
-    address = run_dir.address()
-    if address is not None:
-        with contextlib.suppress(errors.JobNotFound):
-            return client.status(address, run_dir.token())
+    """What the coordinator says; empty if the job does not run."""
+    with contextlib.suppress(errors.JobNotFound):
+        return client.status(run_dir)
     return {}
-
-
-def _address(run_dir: RunDir) -> str:
-    address = run_dir.address()
-    if address is None:
-        raise errors.JobNotFound(f"{_name(run_dir)} does not serve yet; try again in a moment")
-    return address
 
 
 @app.command(epilog="**Example** `shoal scale train-20260101-120000 6`")
@@ -330,7 +321,7 @@ def scale(
             f"cannot scale to {target}: it is not a number of workers; write shoal scale JOB 4"
         )
     run_dir = rundir.find(job)
-    state = client.scale(_address(run_dir), run_dir.token(), int(target))
+    state = client.scale(run_dir, int(target))
     print(f"{_name(run_dir)}: {counted(state['target'], 'worker')} wanted")
     return 0
 
@@ -339,7 +330,7 @@ def scale(
 def stop(job: JobArgument = None) -> int:
     """Let every worker finish its step and leave, and end the job."""
     run_dir = rundir.find(job)
-    client.stop(_address(run_dir), run_dir.token(), "shoal stop")
+    client.stop(run_dir, "shoal stop")
     print(f"{_name(run_dir)}: stopping")
     return 0
 

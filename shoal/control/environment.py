@@ -8,6 +8,9 @@ from typing import Any
 
 from shoal.control.timeouts import DEFAULT_BUDGET_S
 
+# "module:function", called with the coordinator before it serves
+COORDINATOR_PLUGIN = "SHOAL_COORDINATOR_PLUGIN"
+
 
 @dataclass(frozen=True)
 class WorkerEnvironment:
@@ -16,7 +19,6 @@ class WorkerEnvironment:
     worker_id: str = ""  # none: the process is no worker of a job
     host: str = ""
     dir: str = ""  # the run directory
-    address: str = ""  # of the coordinator
     budget_s: float = DEFAULT_BUDGET_S
     channel_fd: int = -1  # the socket to the launcher
     threads: int = 0  # of torch; 0 for the worker's share of the cores

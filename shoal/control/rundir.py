@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import math
 import os
 import secrets
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -74,6 +76,11 @@ class RunDir:
         return self.path / "address"
 
     @property
+    def coordinator_file(self) -> Path:
+        """Locked by the coordinator as long as it lives; holds its pid."""
+        return self.path / "coordinator"
+
+    @property
     def job_file(self) -> Path:
         return self.path / "job.json"
 
@@ -124,6 +131,45 @@ class RunDir:
     def write_address(self, address: str) -> None:
         write_atomically(self.address_file, address)
 
+    def coordinator(self) -> tuple[int, bool]:
+        """The pid of the newest coordinator, 0 before the first, and whether it came to serve."""
+        try:
+            pid, *phase = self.coordinator_file.read_text().split() or ["0"]
+        except FileNotFoundError:
+            return 0, False
+        return int(pid), bool(phase)
+
+    def claim(self) -> Claim:
+        """For a coordinator. Raises RunDirUnusable while another one lives."""
+        fd = os.open(self.coordinator_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            raise RunDirUnusable(f"another coordinator serves {self.path}; a job has one") from None
+        claim = Claim(fd)
+        claim.write("")
+        return claim
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """For a launcher: inside, the job lives."""
+        fd = os.open(self.job_file, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(fd)
+
+    def lives(self) -> bool:
+        """Whether a launcher runs this job: then a coordinator that does not answer is on its way back."""
+        with open(self.job_file) as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: those who look do not see each other
+            except BlockingIOError:
+                return True
+        return False
+
     def committed(self) -> Committed | None:
         """Where the job was when it ended; None while it runs, or if it was killed with its launcher."""
         try:
@@ -133,6 +179,20 @@ class RunDir:
 
     def write_committed(self, committed: Committed) -> None:
         write_atomically(self.committed_file, json.dumps(asdict(committed)))
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One coordinator's hold of a run directory."""
+
+    fd: int
+
+    def write(self, phase: str) -> None:
+        """Beside the pid; any but an empty one means that it serves. Always as long: readers see all or nothing."""
+        os.pwrite(self.fd, f"{os.getpid():>10} {phase:<6}\n".encode(), 0)
+
+    def release(self) -> None:
+        os.close(self.fd)
 
 
 def finite(loss: float) -> float | None:

@@ -16,6 +16,11 @@ from shoal.control.membership import counted
 
 _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 _READ_BYTES = 1 << 20
+_OF_THE_COORDINATOR = {
+    "restarted": "coordinator restarted",
+    "journal_lost": "the coordinator's journal is lost:",
+    "rebuilt": "membership rebuilt:",
+}
 
 
 class Tail:
@@ -71,6 +76,8 @@ def transition_line(event: Mapping[str, Any]) -> str | None:
         return f"generation {event['number'] - 1} → {event['number']}: {event['cause']}, {workers}"
     if event["event"] in ("suspect", "fenced", "refused"):
         return f"{event['worker_id']} {event['event']}: {event['text']}"
+    if event["event"] in _OF_THE_COORDINATOR:
+        return f"{_OF_THE_COORDINATOR[event['event']]} {event['text']}"
     if event["event"] == "scaled":
         return f"scaled: {event['text']}"
     return None

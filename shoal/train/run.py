@@ -39,7 +39,6 @@ def _run_launched(main: Callable[[Worker], None], environment: WorkerEnvironment
         environment.worker_id,
         environment.host,
         RunDir.open(environment.dir),
-        environment.address,
         Channel(channel),
         Timeouts(environment.budget_s),
         Placement(environment.threads, environment.pin),
@@ -58,8 +57,8 @@ def _run_alone(main: Callable[[Worker], None], environment: WorkerEnvironment) -
         run_dir = RunDir.create(given, settings) if given else create_default(script, settings)
         print(f"shoal: one worker, run directory {run_dir.path}", file=sys.stderr)
         coordinator = EmbeddedCoordinator(run_dir, found(1, 1, 1))
-        address = coordinator.start()
-        worker = Worker("w0", socket.gethostname(), run_dir, address, OwnMemory(), Timeouts(), None)
+        coordinator.start()
+        worker = Worker("w0", socket.gethostname(), run_dir, OwnMemory(), Timeouts(), None)
         try:
             _live(worker, main, environment.plugin)
             if not worker.progress().seq:

@@ -40,19 +40,19 @@ class Job:
         self.address = self.server.start()
 
     def worker(self, worker_id: str, progress: Callable[[], Progress] = Progress) -> Worker:
-        worker = Worker(self.address, self.run_dir.token(), worker_id, progress)
+        worker = Worker(self.run_dir, worker_id, progress)
         self.clients.append(worker.client)
         worker.slot = worker.client.connect()
         return worker
 
     def launcher(self, live: dict[str, int]) -> Launcher:
-        launcher = Launcher(self.address, self.run_dir.token(), live)
+        launcher = Launcher(self.run_dir, live)
         self.clients.append(launcher.client)
         launcher.client.start()
         return launcher
 
     def status(self) -> dict[str, Any]:
-        return control.status(self.address, self.run_dir.token())
+        return control.status(self.run_dir)
 
     def kinds(self) -> list[str]:
         return [event["event"] for event in read_events(self.run_dir.events)]
@@ -64,11 +64,11 @@ class Job:
 
 
 class Worker:
-    def __init__(self, address: str, token: str, worker_id: str, progress: Callable[[], Progress]) -> None:
+    def __init__(self, run_dir: RunDir, worker_id: str, progress: Callable[[], Progress]) -> None:
         self.pushed: list[Generation] = []
         self.slot = -1
         timeouts = Timeouts(0.5, beat_s=0.05)
-        self.client = Client(address, token, worker_id, "here", timeouts, progress, self.pushed.append)
+        self.client = Client(run_dir, worker_id, "here", timeouts, progress, self.pushed.append)
 
     def told_bye(self) -> bool:
         self.client.wait_newer(1 << 62, WAIT_S)
@@ -81,19 +81,18 @@ class Worker:
 
 
 class Launcher:
-    def __init__(self, address: str, token: str, live: dict[str, int]) -> None:
+    def __init__(self, run_dir: RunDir, live: dict[str, int]) -> None:
         self.heard: queue.Queue[tuple[Any, ...]] = queue.Queue()
         self.client = LauncherClient(
-            address,
-            token,
+            run_dir,
             "here",
             QUICK,
             live.items,
-            on_target=lambda n, finishing: self.heard.put(("target", n, finishing)),
+            on_target=lambda told: self.heard.put(("target", told.target, told.finishing)),
             on_fence=lambda worker_id: self.heard.put(("fence", worker_id)),
             on_probe=lambda worker_id: self.heard.put(("probe", worker_id)),
             on_excuse=lambda worker_id: self.heard.put(("excuse", worker_id)),
-            on_stop=lambda reason, failed, kind: self.heard.put(("stop", reason, failed, kind)),
+            on_stop=lambda stop: self.heard.put(("stop", stop.reason, stop.failed, stop.kind)),
         )
 
     def hear(self, kind: str) -> tuple[Any, ...]:
@@ -151,16 +150,19 @@ def test_a_leaver_gets_bye_only_after_it_parked_in_the_newest_generation(make_jo
 
 def test_a_wrong_token_is_refused_for_workers_and_commands(make_job: Callable[..., Job]) -> None:
     job = make_job()
-    worker = Worker(job.address, "guess", "w0", Progress)
+    job.run_dir.token_file.write_text("guess")
+    worker = Worker(job.run_dir, "w0", Progress)
     job.clients.append(worker.client)
     with pytest.raises(TokenRefused, match="run directory"):
         worker.client.connect()
     with pytest.raises(TokenRefused):
-        control.status(job.address, "guess")
+        control.status(job.run_dir)
 
 
-def test_a_worker_that_finds_no_coordinator_gives_up_after_the_join_timeout() -> None:
-    worker = Client("127.0.0.1:9", "t", "w0", "here", Timeouts(0.5, join_s=0.5), Progress, print)
+def test_a_worker_that_finds_no_coordinator_gives_up_after_the_join_timeout(tmp_path: Path) -> None:
+    run_dir = RunDir.create(tmp_path / "run", {})
+    run_dir.write_address("127.0.0.1:9")
+    worker = Client(run_dir, "w0", "here", Timeouts(0.5, join_s=0.5), Progress, print)
     with pytest.raises(CoordinatorLost, match=r"0\.5 s"):
         worker.connect()
     worker.close()
@@ -247,8 +249,8 @@ def test_scaling_down_drains_the_newest_and_out_of_range_is_an_error(make_job: C
     second.client.ready()
     first.newer(0)
     with pytest.raises(SettingsContradict, match="cannot scale to 9"):
-        control.scale(job.address, job.run_dir.token(), 9)
-    assert control.scale(job.address, job.run_dir.token(), -1, relative=True)["target"] == 1
+        control.scale(job.run_dir, 9)
+    assert control.scale(job.run_dir, 1)["target"] == 1
     assert launcher.hear("target") == ("target", 1, False)
     assert launcher.hear("excuse") == ("excuse", "w1")
     assert ids(second.newer(1).leavers) == ["w1"]
@@ -283,7 +285,7 @@ def test_a_newcomer_that_the_job_has_no_room_for_is_refused_and_the_job_goes_on(
     first = job.worker("w0")
     first.client.ready()
     first.newer(0)
-    control.scale(job.address, job.run_dir.token(), 2)
+    control.scale(job.run_dir, 2)
     second = job.worker("w1")
     second.client.failed("OutOfSharedMemory", "no room", "")
     assert launcher.hear("excuse") == ("excuse", "w1")
@@ -365,7 +367,7 @@ def test_stop_drains_every_worker(make_job: Callable[..., Job]) -> None:
     first.client.ready()
     second.client.ready()
     first.newer(0)
-    assert control.stop(job.address, job.run_dir.token(), "asked by a test")["phase"] == "stopping"
+    assert control.stop(job.run_dir, "asked by a test")["phase"] == "stopping"
     generation = first.newer(1)
     assert (generation.members, ids(generation.leavers), generation.paused) == ((), ["w0", "w1"], False)
 
@@ -373,7 +375,7 @@ def test_stop_drains_every_worker(make_job: Callable[..., Job]) -> None:
 def test_a_command_to_a_job_that_ended_says_so(make_job: Callable[..., Job]) -> None:
     job = make_job()
     job.server.stop()
-    with pytest.raises(JobNotFound, match="no job answers"):
+    with pytest.raises(JobNotFound, match="does not run"):
         job.status()
 
 
@@ -403,7 +405,7 @@ def test_a_launcher_that_reconnects_tells_of_a_death_once_and_how_it_ended(make_
 
 def test_a_worker_of_another_version_is_refused(make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
     job = make_job()
-    worker = Worker(job.address, job.run_dir.token(), "w0", Progress)
+    worker = Worker(job.run_dir, "w0", Progress)
     job.clients.append(worker.client)
     join = worker.client._join
 
