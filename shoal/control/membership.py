@@ -633,7 +633,7 @@ def rebuild(
         number=max(number, 0 if newest is None else newest.number),
         last_fault=max((report.last_fault for report in told.values()), default=0),
         seniority=len(listed),
-        started=len(workers),
+        started=max(len(workers), sum(len(roster.live) + len(roster.gone) for roster in rosters)),
         finishing=any(it is not None and it.finishing for it in (newest, heard)) or stopping is not None,
         stopping=stopping,
     )
