@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import queue
+import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from shoal.control.rundir import RunDir
 from shoal.control.timeouts import Timeouts
 from shoal.errors import CoordinatorLost, JobNotFound, SettingsContradict, TokenRefused
 from shoal.metrics import read_events
+from shoal.testing.faults import JournalFate, lose_journal
 
 WAIT_S = 20.0
 QUICK = Timeouts(0.5)
@@ -433,3 +436,154 @@ def test_a_coordinator_that_cannot_write_its_journal_tells_nobody_and_ends(
     job.server._thread.join(WAIT_S)
     assert not job.server._thread.is_alive()
     assert not worker.client.dismissed
+
+
+def test_a_coordinator_whose_port_was_taken_is_found_at_another(make_job: Callable[..., Job]) -> None:
+    job = make_job()
+    launcher = job.launcher({"w0": 1, "w1": 2})
+    launcher.hear("target")
+    first, second = job.worker("w0"), job.worker("w1")
+    first.client.ready()
+    second.client.ready()
+    first.newer(0)
+    before = job.address
+    job.server.stop()
+    with socket.create_server(("127.0.0.1", int(before.rpartition(":")[2]))):
+        job.bring_up()
+        assert job.address != before
+        assert launcher.hear("target") == ("target", 2, False)
+        launcher.client.gone("w1", "signal 9")
+        assert first.newer(1).fault
+        assert job.status()["generation"] == 2
+
+
+def test_a_command_waits_for_a_coordinator_that_is_on_its_way_back(
+    make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job()
+    tried = threading.Event()
+    ask = control._ask
+
+    def ask_and_tell(*arguments: Any) -> dict[str, Any]:
+        try:
+            return ask(*arguments)
+        finally:
+            tried.set()
+
+    monkeypatch.setattr(control, "_ask", ask_and_tell)
+    job.server.stop()
+    with job.run_dir.held(), ThreadPoolExecutor() as pool:
+        assert job.run_dir.lives()
+        answer = pool.submit(control.status, job.run_dir, WAIT_S)
+        assert tried.wait(WAIT_S), "it was asked while there was no coordinator"
+        job.bring_up()
+        assert answer.result(WAIT_S)["phase"] == "starting"
+    assert not job.run_dir.lives()
+
+
+@pytest.mark.parametrize("journal", ["deleted", "overwritten"])
+def test_without_a_journal_what_workers_and_launcher_say_suffices(
+    make_job: Callable[..., Job], journal: JournalFate
+) -> None:
+    job = make_job(sizes={"target": 3})
+    live = {"w0": 1, "w1": 2, "w2": 3}
+    launcher = job.launcher(live)
+    launcher.hear("target")
+    workers = [job.worker(worker_id) for worker_id in live]
+    for worker in workers:
+        worker.client.ready()
+    first, second, third = workers
+    third.newer(0)
+    third.client.leave()
+    assert first.newer(1).number == third.newer(1).number == 2
+    job.server.stop()
+    lose_journal(job.run_dir, journal)
+    second.client.close()
+    del live["w1"]
+    launcher.client.gone("w1", "signal 9")
+    job.bring_up()
+    generation = first.newer(2)
+    assert (generation.number, ids(generation.members), ids(generation.leavers)) == (3, ["w0"], ["w2"])
+    assert generation.fault
+    third.newer(2)
+    third.client.parked(3)
+    assert third.told_bye()
+    kinds = job.kinds()
+    assert kinds.index("journal_lost") < kinds.index("rebuilt") < kinds.index("lost")
+    assert kinds.count("joined") == 3
+    assert {worker["worker_id"]: worker["slot"] for worker in job.status()["workers"]} == {"w0": 0, "w2": 2}
+    assert (job.run_dir.path / "journal.damaged-1").exists() == (journal == "overwritten")
+
+
+def test_without_a_journal_nothing_is_decided_until_everyone_has_come_back(make_job: Callable[..., Job]) -> None:
+    job = make_job()
+    live = {"w0": 1, "w1": 2}
+    launcher = job.launcher(live)
+    launcher.hear("target")
+    first, second = job.worker("w0"), job.worker("w1")
+    first.client.ready()
+    second.client.ready()
+    first.newer(0)
+    second.client.close()
+    job.server.stop()
+    lose_journal(job.run_dir, "deleted")
+    job.bring_up()  # its budget is a minute
+    first.client.leave()
+    assert first.client.wait_newer(1, 0.5) is None, "w1 lives, and has not said what it knows"
+    launcher.client.gone("w1", "signal 9")
+    generation = first.newer(1)
+    assert (generation.number, generation.fault, ids(generation.leavers)) == (2, True, ["w0"])
+
+
+def test_a_stop_in_progress_goes_on_after_the_coordinators_death(make_job: Callable[..., Job]) -> None:
+    job = make_job()
+    first, second = job.worker("w0"), job.worker("w1")
+    first.client.ready()
+    second.client.ready()
+    first.newer(0)
+    control.stop(job.run_dir, "asked by a test")
+    job.server.stop()
+    job.bring_up()
+    assert (job.status()["phase"], job.status()["reason"]) == ("stopping", "asked by a test")
+    launcher = job.launcher({"w0": 1, "w1": 2})
+    assert launcher.hear("stop") == ("stop", "asked by a test", False, "")
+    assert ids(first.newer(1).leavers) == ["w0", "w1"]
+
+
+def test_a_wish_that_a_killed_coordinator_has_not_acknowledged_counts_once(make_job: Callable[..., Job]) -> None:
+    job = make_job()
+    worker = job.worker("w0")
+    job.server.stop()
+    worker.client.scale(1, relative=True)
+    worker.client.scale(1, relative=True)
+    for _ in range(2):
+        job.bring_up()
+        launcher = job.launcher({"w0": 1})
+        while launcher.hear("target") != ("target", 4, False):
+            pass
+        launcher.client.close()
+        job.server.stop()
+    job.bring_up()
+    assert job.status()["target"] == 4
+
+
+def test_a_failure_that_only_the_launcher_still_knows_costs_the_job_the_newcomer_only(
+    make_job: Callable[..., Job],
+) -> None:
+    job = make_job(sizes={"target": 1})
+    live = {"w0": 1}
+    launcher = job.launcher(live)
+    first = job.worker("w0")
+    first.client.ready()
+    first.newer(0)
+    control.scale(job.run_dir, 2)
+    live["w1"] = 2
+    launcher.client.started("w1", 2)
+    job.worker("w1").client.close()
+    job.server.stop()
+    del live["w1"]
+    launcher.client.gone("w1", "exit status 1", ("OutOfSharedMemory", "no room"))
+    job.bring_up()
+    assert launcher.hear("excuse") == ("excuse", "w1")
+    status = job.status()
+    assert (status["phase"], status["target"]) == ("running", 1)

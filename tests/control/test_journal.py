@@ -8,6 +8,7 @@ import pytest
 
 from shoal.control import membership as m
 from shoal.control.journal import Entry, Journal, JournalDamaged, put_aside
+from shoal.metrics import EventLog
 
 
 def running(workers: int) -> m.Membership:
@@ -76,3 +77,16 @@ def test_a_damaged_journal_is_said_to_be_one_and_put_aside(tmp_path: Path, damag
         path.write_bytes(kept)
     path.unlink()
     assert put_aside(path) is None
+
+
+@pytest.mark.parametrize("written", [0, 5, 6, 8, 13, 15, 19])
+def test_lines_of_the_event_log_that_a_killed_coordinator_did_not_write_are_written_once(
+    tmp_path: Path, written: int
+) -> None:
+    path = tmp_path / "events.jsonl"
+    lines = ["third", "fourth", "fifth"]
+    path.write_text("first\nsecond\n" + "third\nfourth\nfifth\nlater\n"[:written])
+    log = EventLog(path)
+    log.mend(lines, len("first\nsecond\n"))
+    log.close()
+    assert path.read_text() == "first\nsecond\nthird\nfourth\nfifth\n"
