@@ -172,7 +172,8 @@ class Coordinator:
             self._journal = Journal(self.run_dir.journal)
             entry = self._journal.load(self._clock())
         except JournalDamaged as damage:
-            lost = f"{damage}; it is kept as {put_aside(self.run_dir.journal)}"
+            aside = put_aside(self.run_dir.journal)
+            lost = f"{damage}" if aside is None else f"{damage}; it is kept as {aside.name}"
             self._journal = Journal(self.run_dir.journal)
         self._events.mend(*((), self._events.size_bytes) if entry is None else (entry.lines, entry.at_bytes))
         if self._after:

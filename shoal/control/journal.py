@@ -1,4 +1,4 @@
-"""What the coordinator must still know after it was killed: the membership, and the words of its last change."""
+"""What the coordinator must still know after it was killed: the membership, and the lines of its last change."""
 
 from __future__ import annotations
 

@@ -615,8 +615,7 @@ def rebuild(
     for roster in rosters:
         for worker_id in roster.live:
             slot = slots.get(worker_id)
-            silent = worker_id not in told and worker_id not in workers
-            if silent and slot is not None and slot not in taken:
+            if worker_id not in workers and slot is not None and slot not in taken:
                 member = Member(worker_id, slot, roster.host)
                 workers[worker_id] = Worker(member, State.JOINING, Life(alive_at=now), founder=newest is None)
                 taken.add(slot)

@@ -204,7 +204,7 @@ def test_a_coordinator_that_hangs_is_replaced_and_training_goes_on(tmp_path: Pat
 def test_a_seeded_sweep_of_coordinator_kills(tmp_path: Path, workers: int) -> None:
     """At least 40 coordinators die in two jobs, a third of them with their journal, some together with a worker."""
     draw = random.Random(workers)
-    case = Case(str(tmp_path / "out"), epochs=300, scheduler=True, pause_s=0.03)
+    case = Case(str(tmp_path / "out"), epochs=200, scheduler=True, pause_s=0.03)
     Path(case.out).mkdir()
     job = LocalJob(SCRIPT, case.args(), workers=workers, directory=tmp_path / "run", options=MANY)
     job.start()
