@@ -8,8 +8,8 @@ assert result.exit_code == 0
 assert result.audit.clean
 assert len(set(result.digests.values())) == 1      # all workers ended with the same state
 
-The coordinator dies at a point of its decisions with `FaultPlan().kill_coordinator(generation=2, during="journaled")`, or
-at any moment of a job that was started with `LocalJob.kill_coordinator()`; with `journal="deleted"`, its journal with it.
+The coordinator dies at a point of a decision with `FaultPlan().kill_coordinator(generation=2, during="journaled")`, or
+at any moment with `LocalJob.kill_coordinator()`; with `journal="deleted"`, its journal is lost too.
 """
 
 from shoal.testing.clock import Clock
