@@ -117,7 +117,9 @@ def _run(job: LocalJob, chosen: argparse.Namespace, console: Console) -> int:
         if blows % _LOOK_EVERY == 0:
             looks.append(look(job))
             step = job.status().get("step", 0)
-            console.print(f"{time.monotonic() - began_s:6.0f} s  {blows} blows  step {step}  {looks[-1]}", soft_wrap=True)
+            console.print(
+                f"{time.monotonic() - began_s:6.0f} s  {blows} blows  step {step}  {looks[-1]}", soft_wrap=True
+            )
         time.sleep(max(0.0, due_s - time.monotonic()))
     os.kill(job.process.pid, signal.SIGTERM)
     result = job.wait(timeout_s=120.0)

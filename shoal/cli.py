@@ -534,13 +534,6 @@ def status(job: JobArgument = None, as_json: JsonOption = False) -> int:
     return 0
 
 
-def _address(run_dir: RunDir) -> str:
-    address = run_dir.address()
-    if address is None:
-        raise errors.JobNotFound(f"{name_of(run_dir)} does not serve yet; try again in a moment")
-    return address
-
-
 def _ended(run_dir: RunDir) -> str:
     """What there is to say to somebody who takes an ended job for a running one."""
     phase, reason = how_it_ended(read_events(run_dir.events))
@@ -570,7 +563,7 @@ def scale(
     run_dir = rundir.find(job)
     if not run_dir.runs():
         raise errors.JobNotFound(f"{_ended(run_dir)}; start it again with shoal run -n {target}")
-    state = client.scale(_address(run_dir), run_dir.token(), int(target))
+    state = client.scale(run_dir, int(target))
     print(f"{name_of(run_dir)}: {counted(state['target'], 'worker')} wanted")
     return 0
 
@@ -588,7 +581,7 @@ def stop(job: JobArgument = None) -> int:
     if not run_dir.runs():
         print(_ended(run_dir))
         return 0
-    client.stop(_address(run_dir), run_dir.token(), "shoal stop")
+    client.stop(run_dir, "shoal stop")
     print(f"{name_of(run_dir)}: stopping")
     return 0
 
@@ -604,7 +597,7 @@ def checkpoint(job: JobArgument = None, as_json: JsonOption = False) -> int:
     """Take a checkpoint of the next step, and wait until it is on the disk."""
     run_dir = rundir.find(job)
     before = len(read_events(run_dir.events))
-    asked = client.checkpoint(_address(run_dir), run_dir.token())["generation"]
+    asked = client.checkpoint(run_dir)["generation"]
     while True:
         for event in read_events(run_dir.events)[before:]:
             if event["event"] == "checkpointed":
@@ -616,7 +609,7 @@ def checkpoint(job: JobArgument = None, as_json: JsonOption = False) -> int:
         if not state:
             raise errors.JobNotFound(f"{name_of(run_dir)} ended before it had taken a checkpoint; see shoal status")
         if state["generation"] != asked:  # the lowest rank may have gone with the request
-            asked = client.checkpoint(_address(run_dir), run_dir.token())["generation"]
+            asked = client.checkpoint(run_dir)["generation"]
         time.sleep(_POLL_S)
 
 

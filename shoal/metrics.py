@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,14 @@ POINTS = (
     "after_commit",  # the commit word is written, this worker has not moved on
 )
 
+# Of the coordinator, in the order a decision passes them. `returns` is passed once, by one that follows another.
+COORDINATOR_POINTS = (
+    "returns",  # it has not looked at the journal yet, and does not serve
+    "decided",  # a change is decided, and not in the journal
+    "journaled",  # it is in the journal, and nobody was told
+    "told",  # somebody was told; others perhaps not
+)
+
 _hook: Callable[[str], None] | None = None
 
 
@@ -38,14 +46,34 @@ def fault_point(name: str) -> None:
         _hook(name)
 
 
+def event_line(time_s: float, kind: str, fields: Mapping[str, Any]) -> str:
+    return json.dumps({"time": round(time_s, 6), "event": kind, **fields})
+
+
 class EventLog:
     """Appends one JSON object a line; a line is one write, so a reader never sees half of one."""
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
+    @property
+    def size_bytes(self) -> int:
+        return os.fstat(self._fd).st_size
+
     def write(self, time_s: float, kind: str, **fields: Any) -> None:
-        os.write(self._fd, (json.dumps({"time": round(time_s, 6), "event": kind, **fields}) + "\n").encode())
+        self.append(event_line(time_s, kind, fields))
+
+    def append(self, line: str) -> None:
+        os.write(self._fd, f"{line}\n".encode())
+
+    def mend(self, lines: Sequence[str], at_bytes: int) -> None:
+        """Write what is missing of `lines`, which were to stand at `at_bytes`: whoever wrote them was killed there."""
+        with os.fdopen(os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY), "rb") as file:
+            file.seek(at_bytes)
+            *whole, torn = file.read().split(b"\n")
+        os.ftruncate(self._fd, self.size_bytes - len(torn))
+        for line in lines[len(whole) :]:
+            self.append(line)
 
     def close(self) -> None:
         os.close(self._fd)

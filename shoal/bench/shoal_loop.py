@@ -57,9 +57,5 @@ def join(setup: Setup) -> Worker:
         if time.monotonic() > deadline_s:
             raise CoordinatorLost(f"the coordinator did not start within {_WAIT_S:g} s; it says why on standard error")
         time.sleep(0.01)
-    run_dir = RunDir.open(run)
-    address = run_dir.address()
-    assert address is not None
-    return Worker(
-        f"w{setup.rank}", socket.gethostname(), run_dir, address, MeetingMemory(meeting), Timeouts(_BUDGET_S), None
-    )  # fmt: skip
+    memory = MeetingMemory(meeting)
+    return Worker(f"w{setup.rank}", socket.gethostname(), RunDir.open(run), memory, Timeouts(_BUDGET_S), None)

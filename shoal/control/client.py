@@ -1,11 +1,14 @@
 """The worker's, the launcher's and the command line's end of the control plane.
 
 Training never waits for the coordinator: a stream that breaks is opened again in the background, and what was said
-on the old one is said again. gRPC is imported when the first stream is opened, not with this module.
+on the old one is said again. Where the coordinator is says the run directory, anew at each attempt: another one may
+have another port. gRPC is imported when the first stream is opened, not with this module.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import math
 import os
@@ -20,10 +23,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shoal.control import protocol
-from shoal.control.membership import Generation
+from shoal.control.membership import Generation, SetTarget, Stop
 from shoal.control.protocol import CommandReply, CommandRequest, FromLauncher, FromWorker, ToLauncher, ToWorker
+from shoal.control.rundir import RunDir
 from shoal.control.timeouts import Timeouts
 from shoal.errors import CoordinatorLost, JobNotFound, SettingsContradict, TokenRefused
+
+_ASK_AGAIN_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -48,8 +54,7 @@ class Link:
 
     def __init__(
         self,
-        address: str,
-        token: str,
+        run_dir: RunDir,
         method: str,
         response: Any,
         timeouts: Timeouts,
@@ -57,8 +62,8 @@ class Link:
         hear: Callable[[Any], None],
         beat: Callable[[], Any] | None = None,
     ) -> None:
-        self._address = address
-        self._token = token
+        self._run_dir = run_dir
+        self._token = run_dir.token()
         self._method = method
         self._response = response
         self._timeouts = timeouts
@@ -67,12 +72,14 @@ class Link:
         self._beat = beat
         self._lock = threading.RLock()  # the handler of a signal may speak while the thread it interrupts does
         self._kept: dict[str, Any] = {}
-        self._once: list[Any] = []
         self._outbox: queue.SimpleQueue[Any] | None = None
         self._call: Any = None
         self._closing = threading.Event()
+        self._open = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"shoal-{method.lower()}", daemon=True)
         self.token_refused = threading.Event()
+        self.address = run_dir.address() or "127.0.0.1:0"  # of the newest attempt
+        self.answered = False  # the coordinator has said something on the present stream
 
     def start(self) -> None:
         self._thread.start()
@@ -89,16 +96,16 @@ class Link:
         with self._lock:
             self._kept.pop(key, None)
 
-    def say(self, message: Any, later: bool = False) -> None:
-        """Say it once, if the stream is open, or `later` when it next is; one that breaks just then loses it."""
+    def say(self, message: Any) -> None:
+        """Say it once, if the stream is open; one that breaks just then loses it."""
         with self._lock:
             if self._outbox is not None:
                 self._outbox.put(message)
-            elif later:
-                self._once.append(message)
 
-    def close(self) -> None:
-        """Deliver what was said, as long as that takes no more than a beat, and end."""
+    def close(self, patience_s: float = 0.0) -> None:
+        """Deliver what was said, as long as that takes no more than a beat, and end. While there is no stream, wait
+        that patiently for one."""
+        self._open.wait(patience_s)
         self._closing.set()
         with self._lock:
             if self._outbox is not None:
@@ -125,12 +132,12 @@ class Link:
         import grpc
 
         heard = False
-        with grpc.insecure_channel(self._address, options=protocol.CHANNEL_OPTIONS) as channel:
+        self.address = self._run_dir.address() or self.address
+        with grpc.insecure_channel(self.address, options=protocol.CHANNEL_OPTIONS) as channel:
             outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
             with self._lock:
-                for message in (*self._kept.values(), *self._once):
+                for message in self._kept.values():
                     outbox.put(message)
-                self._once.clear()
                 self._outbox = outbox
                 if self._closing.is_set():
                     outbox.put(None)
@@ -142,7 +149,8 @@ class Link:
                 self._call = method(self._outgoing(outbox), metadata=protocol.credentials(self._token))
             try:
                 for message in self._call:
-                    heard = True
+                    heard = self.answered = True
+                    self._open.set()
                     self._hear(message)
             except grpc.RpcError as error:
                 if error.code() is grpc.StatusCode.UNAUTHENTICATED:
@@ -150,6 +158,8 @@ class Link:
             finally:
                 with self._lock:
                     self._outbox = self._call = None
+                    self.answered = False
+                    self._open.clear()
                 outbox.put(None)
         return heard
 
@@ -178,15 +188,13 @@ class Client:
 
     def __init__(
         self,
-        address: str,
-        token: str,
+        run_dir: RunDir,
         worker_id: str,
         host: str,
         timeouts: Timeouts,
         progress: Callable[[], Progress],
         on_generation: Callable[[Generation], None],
     ) -> None:
-        self._address = address
         self._worker_id = worker_id
         self._host = host
         self._timeouts = timeouts
@@ -196,10 +204,11 @@ class Client:
         self._slot: int | None = None
         self._refused = ""
         self._last_fault = 0
+        self._numbers = itertools.count(1)  # of wishes and notes, which come from several threads
         self.newest: Generation | None = None
         self.dismissed = False  # the coordinator said Bye
         self.on_checkpoint: Callable[[], None] = lambda: None  # called when somebody asks for one
-        self._link = Link(address, token, "Work", ToWorker, timeouts, self._join, self._hear, self._beat)
+        self._link = Link(run_dir, "Work", ToWorker, timeouts, self._join, self._hear, self._beat)
 
     def connect(self) -> int:
         """Blocks until welcomed; this worker's slot. Raises TokenRefused, SettingsContradict, or CoordinatorLost after
@@ -209,12 +218,14 @@ class Client:
         with self._news:
             while self._slot is None:
                 if self._link.token_refused.is_set():
-                    raise TokenRefused(f"{self._address} refused the token; use the one in the job's run directory")
+                    raise TokenRefused(
+                        f"{self._link.address} refused the token; use the one in the job's run directory"
+                    )
                 if self._refused:
                     raise SettingsContradict(f"{self._worker_id} cannot join: {self._refused}")
                 if time.monotonic() > deadline:
                     raise CoordinatorLost(
-                        f"no welcome from {self._address} within {self._timeouts.join_s:g} s; "
+                        f"no welcome from {self._link.address} within {self._timeouts.join_s:g} s; "
                         "is the job still running (shoal status)?"
                     )
                 self._news.wait(self._timeouts.backoff_first_s)
@@ -241,12 +252,16 @@ class Client:
         self._link.keep("failed", FromWorker(failed=body))
 
     def scale(self, target: int, relative: bool = False) -> None:
-        self._link.say(FromWorker(scale={"target": target, "relative": relative}), later=True)
+        """Ask for another number of workers, until it is heard."""
+        number = next(self._numbers)
+        body = {"target": target, "relative": relative, "number": number}
+        self._link.keep(f"wish {number}", FromWorker(scale=body))
 
     def note(self, kind: str, text: str, fields: dict[str, Any]) -> None:
-        """Something for the event log."""
-        body = {"kind": kind, "text": text, "fields_json": json.dumps(fields)}
-        self._link.say(FromWorker(note=body), later=True)
+        """Something for the event log, told until it is heard; if a coordinator dies just then, it is there twice."""
+        number = next(self._numbers)
+        body = {"kind": kind, "text": text, "fields_json": json.dumps(fields), "number": number}
+        self._link.keep(f"wish {number}", FromWorker(note=body))
 
     def wait_newer(self, number: int, timeout_s: float) -> Generation | None:
         """The newest generation once it is above `number`; None after the timeout, or when dismissed meanwhile.
@@ -262,7 +277,7 @@ class Client:
 
     def close_in_child(self) -> None:
         """In a forked loader worker: close the sockets to the coordinator, so that its end sees ours end with us."""
-        close_inherited(self._address)
+        close_inherited(self._link.address)
 
     def _newest_above(self, number: int) -> Generation | None:
         if self.newest is None or self.newest.number <= number:
@@ -270,15 +285,21 @@ class Client:
         return replace(self.newest, fault=self._last_fault > number)
 
     def _join(self) -> Any:
-        return FromWorker(
-            join={
-                "worker_id": self._worker_id,
-                "host": self._host,
-                "pid": os.getpid(),
-                "version": protocol.VERSION,
-                "generation": 0 if self.newest is None else self.newest.number,
-            }
-        )
+        """All that this worker knows: without a journal, the coordinator knows no more than its workers do."""
+        with self._news:
+            newest = None if self.newest is None else protocol.to_wire(self.newest)
+            return FromWorker(
+                join={
+                    "worker_id": self._worker_id,
+                    "host": self._host,
+                    "pid": os.getpid(),
+                    "version": protocol.VERSION,
+                    "newest": newest,
+                    "last_fault": self._last_fault,
+                    "slot": self._slot,
+                    "dismissed": self.dismissed,
+                }
+            )
 
     def _beat(self) -> Any:
         progress = self._progress()
@@ -307,6 +328,8 @@ class Client:
             self._on_generation(generation)
         elif kind == "checkpoint":
             self.on_checkpoint()
+        elif kind == "heeded":
+            self._link.drop(f"wish {body.number}")
         else:
             with self._news:
                 if kind == "welcome":
@@ -327,16 +350,15 @@ class LauncherClient:
 
     def __init__(
         self,
-        address: str,
-        token: str,
+        run_dir: RunDir,
         host: str,
         timeouts: Timeouts,
         live: Callable[[], Iterable[tuple[str, int]]],
-        on_target: Callable[[int, bool], None],  # how many workers; whether those who exit need no replacement
+        on_target: Callable[[SetTarget], None],
         on_fence: Callable[[str], None],  # worker_id: kill it, then report it gone
         on_probe: Callable[[str], None],  # worker_id: report evidence
         on_excuse: Callable[[str], None],  # worker_id: it needs no replacement however it ends
-        on_stop: Callable[[str, bool, str], None],  # reason, failed, the error's class
+        on_stop: Callable[[Stop], None],
     ) -> None:
         self._host = host
         self._live = live
@@ -346,7 +368,9 @@ class LauncherClient:
         self._on_excuse = on_excuse
         self._on_stop = on_stop
         self._gone: set[str] = set()
-        self._link = Link(address, token, "Launch", ToLauncher, timeouts, self._hello, self._hear)
+        self._target: Any = None  # as last heard
+        self._stop: Any = None
+        self._link = Link(run_dir, "Launch", ToLauncher, timeouts, self._hello, self._hear)
 
     def start(self) -> None:
         self._link.start()
@@ -357,27 +381,38 @@ class LauncherClient:
         self._link.drop(f"gone {worker_id}")
         self._link.say(FromLauncher(started={"worker_id": worker_id, "pid": pid}))
 
-    def gone(self, worker_id: str, reason: str) -> None:
-        """The process is dead: its pidfd said so."""
+    def gone(self, worker_id: str, reason: str, failed: tuple[str, str] | None = None) -> None:
+        """The process is dead: its pidfd said so. `failed`: the class and text of an error that may cost the job the
+        worker only; whether it does, the coordinator decides."""
         self._gone.add(worker_id)
-        self._link.keep(f"gone {worker_id}", FromLauncher(gone={"worker_id": worker_id, "reason": reason}))
+        failure = None if failed is None else {"kind": failed[0], "message": failed[1][: protocol.TRACEBACK_CHARS]}
+        body = {"worker_id": worker_id, "reason": reason, "failed": failure}
+        self._link.keep(f"gone {worker_id}", FromLauncher(gone=body))
 
     def evidence(self, worker_id: str, stopped: bool, cpu_time_s: float) -> None:
         body = {"worker_id": worker_id, "stopped": stopped, "cpu_time_s": cpu_time_s}
         self._link.say(FromLauncher(evidence=body))
 
-    def close(self) -> None:
-        self._link.close()
+    @property
+    def answered(self) -> bool:
+        """Whether there is a coordinator that has heard who lives, and has said what it wants."""
+        return self._link.answered
+
+    def close(self, patience_s: float = 0.0) -> None:
+        """Deliver the last deaths. While the coordinator is away, wait that long for its return."""
+        self._link.close(patience_s)
 
     def _hello(self) -> Any:
         gone = sorted(self._gone)
         workers = [{"worker_id": worker_id, "pid": pid} for worker_id, pid in self._live() if worker_id not in gone]
-        return FromLauncher(hello={"host": self._host, "workers": workers, "gone": gone})
+        body = {"host": self._host, "workers": workers, "gone": gone, "target": self._target, "stop": self._stop}
+        return FromLauncher(hello=body)
 
     def _hear(self, message: Any) -> None:
         kind, body = protocol.kind_of(message)
         if kind == "target":
-            self._on_target(body.n, body.finishing)
+            self._target = body
+            self._on_target(SetTarget(body.n, body.finishing, body.number))
         elif kind == "fence":
             self._on_fence(body.worker_id)
         elif kind == "probe":
@@ -385,32 +420,54 @@ class LauncherClient:
         elif kind == "excuse":
             self._on_excuse(body.worker_id)
         elif kind == "stop":
-            self._on_stop(body.reason, body.failed, body.kind)
+            self._stop = body
+            self._on_stop(Stop(body.reason, body.failed, body.kind))
 
 
-def status(address: str, token: str, timeout_s: float = Timeouts().command_s) -> dict[str, Any]:
+# Commands may be told twice, when a coordinator dies before its answer: each says how things are to be, not what to
+# change.
+
+
+def status(run_dir: RunDir, timeout_s: float = Timeouts().command_s) -> dict[str, Any]:
     """What the coordinator knows of the job. Raises JobNotFound, TokenRefused."""
-    return _command(address, token, CommandRequest(status={}), timeout_s)
+    return _command(run_dir, CommandRequest(status={}), timeout_s)
 
 
-def scale(
-    address: str, token: str, target: int, relative: bool = False, timeout_s: float = Timeouts().command_s
-) -> dict[str, Any]:
+def scale(run_dir: RunDir, target: int, timeout_s: float = Timeouts().command_s) -> dict[str, Any]:
     """Raises JobNotFound, TokenRefused, SettingsContradict when the target is out of range."""
-    return _command(address, token, CommandRequest(scale={"target": target, "relative": relative}), timeout_s)
+    return _command(run_dir, CommandRequest(scale={"target": target}), timeout_s)
 
 
-def stop(address: str, token: str, reason: str, timeout_s: float = Timeouts().command_s) -> dict[str, Any]:
+def stop(run_dir: RunDir, reason: str, timeout_s: float = Timeouts().command_s) -> dict[str, Any]:
     """Drain every worker and end the job. Raises JobNotFound, TokenRefused."""
-    return _command(address, token, CommandRequest(stop={"reason": reason}), timeout_s)
+    return _command(run_dir, CommandRequest(stop={"reason": reason}), timeout_s)
 
 
-def checkpoint(address: str, token: str, timeout_s: float = Timeouts().command_s) -> dict[str, Any]:
+def checkpoint(run_dir: RunDir, timeout_s: float = Timeouts().command_s) -> dict[str, Any]:
     """Ask for a checkpoint of the next commit. Raises JobNotFound, TokenRefused."""
-    return _command(address, token, CommandRequest(checkpoint={}), timeout_s)
+    return _command(run_dir, CommandRequest(checkpoint={}), timeout_s)
 
 
-def _command(address: str, token: str, request: Any, timeout_s: float) -> dict[str, Any]:
+def _command(run_dir: RunDir, request: Any, timeout_s: float) -> dict[str, Any]:
+    """Ask until there is an answer: while the job lives, a coordinator that is away comes back."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        address = run_dir.address()
+        if address is not None:
+            with contextlib.suppress(_Away):
+                return _ask(address, run_dir.token(), request, max(0.0, deadline - time.monotonic()))
+        if not run_dir.runs():
+            raise JobNotFound(f"{run_dir.path} does not run; shoal status says how it ended")
+        if time.monotonic() >= deadline:
+            raise JobNotFound(f"the job in {run_dir.path} gives no answer within {timeout_s:g} s; try again, or end it")
+        time.sleep(_ASK_AGAIN_S)
+
+
+class _Away(Exception):
+    """There is no coordinator at the address, or it gave no answer."""
+
+
+def _ask(address: str, token: str, request: Any, timeout_s: float) -> dict[str, Any]:
     import grpc
 
     with grpc.insecure_channel(address, options=protocol.CHANNEL_OPTIONS) as channel:
@@ -424,9 +481,7 @@ def _command(address: str, token: str, request: Any, timeout_s: float) -> dict[s
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.UNAUTHENTICATED:
                 raise TokenRefused(f"{address} refused the token; use the one in the job's run directory") from None
-            raise JobNotFound(
-                f"no job answers at {address} ({error.code().name.lower()}); has it ended? shoal status says"
-            ) from None
+            raise _Away from None
     if reply.error:
         raise SettingsContradict(reply.error)
     answer: dict[str, Any] = json.loads(reply.status_json)

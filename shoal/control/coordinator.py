@@ -3,7 +3,7 @@
     python -m shoal.control.coordinator --dir DIR --min 1 --max 8 --target 4 --budget 5
 
 The process ends with its parent. `EmbeddedCoordinator` runs the same server in a thread. Killed at any time, another
-one on the same directory takes the same port and goes on from the journal.
+one on the same directory goes on from the journal, or from what workers and launcher say if there is none.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import importlib
 import json
 import logging
 import os
@@ -21,17 +22,19 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from shoal.control import membership as m
 from shoal.control import protocol
-from shoal.control.journal import Journal
+from shoal.control.environment import COORDINATOR_PLUGIN
+from shoal.control.journal import Journal, JournalDamaged, put_aside
 from shoal.control.membership import Instruction, Membership, Outcome, State
 from shoal.control.protocol import CommandReply, CommandRequest, FromLauncher, FromWorker, ToLauncher, ToWorker
 from shoal.control.rundir import RunDir, finite
 from shoal.control.timeouts import DEFAULT_BUDGET_S, Timeouts
 from shoal.errors import SettingsContradict, ShoalError
-from shoal.metrics import EventLog
+from shoal.metrics import EventLog, event_line, fault_point
 from shoal.process import die_with
 from shoal.wording import counted
 
@@ -58,43 +61,86 @@ class Outbox:
     async def send_all(self, context: Any) -> None:
         while (message := await self._queue.get()) is not None:
             await context.write(message)
+            fault_point("told")
+
+
+class Rebuilding:
+    """The journal is lost: what is heard until there is enough to go on. Decisions wait for that long."""
+
+    def __init__(self, events: Path, until: float) -> None:
+        self._until = until
+        self.number, self.slots = _remembered(events)
+        self.reports: dict[str, m.Report] = {}
+        self.rosters: dict[str, m.Roster] = {}
+        self._gone: set[str] = set()
+
+    def on_gone(self, worker_id: str) -> None:
+        self._gone.add(worker_id)
+
+    def complete(self, now: float) -> bool:
+        """Whether the launcher is here and all of its workers have come back or are dead; or it took too long."""
+        live = {worker_id for roster in self.rosters.values() for worker_id in roster.live}
+        return now >= self._until or (bool(self.rosters) and live <= self.reports.keys() | self._gone)
+
+
+def _remembered(events: Path) -> tuple[int, dict[str, int]]:
+    """The highest number of a generation and the slot of every worker, from as much of the event log as is whole."""
+    number, slots = 0, {}
+    for line in events.read_bytes().split(b"\n"):
+        try:
+            event = json.loads(line)
+            if event["event"] == "generation":
+                number = max(number, int(event["number"]))
+            elif event["event"] == "joined":
+                slots[str(event["worker_id"])] = int(event["slot"])
+        except (ValueError, KeyError, TypeError):
+            continue
+    return number, slots
 
 
 class Coordinator:
-    """Serves one job. `membership` is that of a new job; what the journal holds goes before it."""
+    """Serves one job. `membership` is that of a new job; what the journal holds, or workers know, goes before it.
+    `after`: how the coordinator before this one ended, as the launcher tells it."""
 
     def __init__(
         self,
         run_dir: RunDir,
         membership: Membership,
         on_error: OnError = "stop",
+        after: str = "",
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self._run_dir = run_dir
+        self.run_dir = run_dir
         self._on_error = on_error
         self._clock = clock
         self._wall = wall
+        self._after = after
         self._token = run_dir.token()
-        self._journal = Journal(run_dir.journal)
-        self._events = EventLog(run_dir.events)
-        self._membership = self._journal.load(clock()) or membership
+        self._membership = membership
+        self._rebuilding: Rebuilding | None = None
         self._inbox: list[Event] = []
         self._workers: dict[str, Outbox] = {}
         self._launchers: dict[str, Outbox] = {}
         self._pids: dict[str, int] = {}
         self._beats: dict[str, Any] = {}
-        self._finished: dict[str, dict[str, Any]] = {}
         self._samples: deque[tuple[float, int]] = deque()
-        self._stop_message: Any = None
-        self._ended = False
         self._stopping = asyncio.Event()
         self._broken: Exception | None = None
 
+    @property
+    def generation(self) -> int:
+        return self._membership.number
+
     async def start(self) -> str:
-        """Bind to loopback, at the port of the coordinator before if there was one. Returns host:port."""
+        """Bind to loopback, at the port of the coordinator before if that is free. Returns host:port. Raises
+        RunDirUnusable while there is another one."""
         import grpc
 
+        self._claim = self.run_dir.claim()
+        if self._after:
+            fault_point("returns")
+        self._take_up()
         self._server = grpc.aio.server(options=protocol.SERVER_OPTIONS)
         handlers = {
             "Work": grpc.stream_stream_rpc_method_handler(
@@ -108,25 +154,48 @@ class Coordinator:
             ),
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(protocol.SERVICE, handlers),))
-        before = self._run_dir.address()
+        before = self.run_dir.address()
         try:
             port = self._server.add_insecure_port(before or "127.0.0.1:0")
-        except RuntimeError as error:
-            raise ShoalError(
-                f"cannot serve at {before or '127.0.0.1'}: {error}; is another coordinator there?"
-            ) from None
+        except RuntimeError:  # somebody else has it by now
+            port = self._server.add_insecure_port("127.0.0.1:0")
         await self._server.start()
         address = f"127.0.0.1:{port}"
-        self._run_dir.write_address(address)
+        self.run_dir.write_address(address)
+        self._claim.write("serves")
         self._ticker = asyncio.create_task(self._tick())
         return address
+
+    def _take_up(self) -> None:
+        """Go on where the coordinator before was killed, if there was one."""
+        followed = self.run_dir.address() is not None
+        self._events = EventLog(self.run_dir.events)
+        entry, lost = None, "nothing was in it"
+        try:
+            self._journal = Journal(self.run_dir.journal)
+            entry = self._journal.load(self._clock())
+        except JournalDamaged as damage:
+            aside = put_aside(self.run_dir.journal)
+            lost = f"{damage}" if aside is None else f"{damage}; it is kept as {aside.name}"
+            self._journal = Journal(self.run_dir.journal)
+        self._events.mend(*((), self._events.size_bytes) if entry is None else (entry.lines, entry.at_bytes))
+        if self._after:
+            self._event("restarted", text=f"after {self._after}")
+        if entry is not None:
+            self._membership = entry.membership
+        elif followed:
+            self._event("journal_lost", text=lost)
+            until = self._clock() + self._membership.timeouts.budget_s
+            self._rebuilding = Rebuilding(self.run_dir.events, until)
+        else:
+            self._journal.record(self._membership)
 
     async def serve(self, serving: Callable[[str], None] | None = None) -> None:
         """Run until `request_stop`; `serving` is called with the address once it answers. Raises what broke it."""
         address = await self.start()
         if serving is not None:
             serving(address)
-        _log.info("coordinator serves %s at %s", self._run_dir.path, address)
+        _log.info("coordinator serves %s at %s", self.run_dir.path, address)
         await self._stopping.wait()
         await self.close()
         if self._broken is not None:
@@ -142,14 +211,34 @@ class Coordinator:
         await self._server.stop(grace=None)
         self._journal.close()
         self._events.close()
+        self._claim.release()
 
     # Events come in.
 
     def _post(self, event: Event) -> None:
         """Everything posted in one turn of the loop is handled together, and makes one generation at most."""
         self._inbox.append(event)
-        if len(self._inbox) == 1:
+        if self._rebuilding is not None:
+            self._go_on_if_rebuilt()
+        elif len(self._inbox) == 1:
             asyncio.get_running_loop().call_soon(self._turn)
+
+    def _go_on_if_rebuilt(self) -> None:
+        known = self._rebuilding
+        if known is None or not known.complete(self._clock()):
+            return
+        self._rebuilding = None
+
+        def rebuilt(founding: Membership, now: float) -> Outcome:
+            reports, rosters = known.reports.values(), known.rosters.values()
+            membership, instructions = m.rebuild(founding, reports, rosters, known.slots, known.number, now)
+            newest = "no generation" if membership.newest is None else f"generation {membership.newest.number}"
+            text = f"{newest}, from {counted(len(known.reports), 'worker')}; the next is {membership.number + 1}"
+            return membership, [m.Log("rebuilt", "", text), *instructions]
+
+        # Before all that was heard meanwhile: joins, rosters and deaths are handled as after any restart.
+        self._inbox.insert(0, rebuilt)
+        asyncio.get_running_loop().call_soon(self._turn)
 
     def _turn(self) -> None:
         try:
@@ -170,26 +259,34 @@ class Coordinator:
             instructions += more
         self._membership, more = m.settle(self._membership)
         instructions += more
+        lines = [line for instruction in instructions if (line := self._line(instruction)) is not None]
         if self._membership != before:
-            published = [instruction for instruction in instructions if isinstance(instruction, m.Publish)]
-            self._journal.record(self._membership, published, self._wall())
+            fault_point("decided")
+            self._journal.record(self._membership, lines, self._events.size_bytes)
+            fault_point("journaled")
+        for line in lines:
+            self._events.append(line)
         for instruction in instructions:
             self._act(instruction)
-        if self._membership.finishing and not self._membership.workers and not self._ended:
-            self._ended = True
-            self._event("ended", generation=self._membership.number)
-            self._tell_launchers_to_stop("every worker has gone", failed=False, kind="")
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(self._membership.timeouts.probe_s)
-            self._post(m.on_tick)
+            if self._rebuilding is None:
+                self._post(m.on_tick)
+            else:
+                self._go_on_if_rebuilt()
 
     async def _work(self, requests: AsyncIterator[Any], context: Any) -> None:
         def opened(join: Any, outbox: Outbox) -> str:
             self._pids[join.worker_id] = join.pid
-            self._post(self._joined(join, outbox))
-            return str(join.worker_id)
+            newest = protocol.from_wire(join.newest) if join.HasField("newest") else None
+            slot = join.slot if join.HasField("slot") else None
+            report = m.Report(join.worker_id, join.host, slot, newest, join.last_fault, join.dismissed)
+            if self._rebuilding is not None:
+                self._rebuilding.reports[report.worker_id] = report
+            self._post(self._joined(report, join.version, outbox))
+            return report.worker_id
 
         def closed(worker_id: str) -> None:
             self._post(lambda membership, now: self._disconnected(membership, worker_id))
@@ -231,20 +328,20 @@ class Coordinator:
                 del streams[whose]
                 closed(whose)
 
-    def _joined(self, join: Any, outbox: Outbox) -> Event:
+    def _joined(self, report: m.Report, version: str, outbox: Outbox) -> Event:
+        worker_id, known = report.worker_id, 0 if report.newest is None else report.newest.number
+
         def event(membership: Membership, now: float) -> Outcome:
-            if join.version != protocol.VERSION:
-                reason = (
-                    f"it speaks version {join.version} and the job {protocol.VERSION}; start it from the same shoal"
-                )
-                return membership, [m.Refuse(join.worker_id, reason)]
-            membership, instructions = m.on_join(membership, join.worker_id, join.host, now, join.generation)
-            worker = membership.worker(join.worker_id)
-            if worker is not None:
+            if version != protocol.VERSION:
+                reason = f"it speaks version {version} and the job {protocol.VERSION}; start it from the same shoal"
+                return membership, [m.Refuse(worker_id, reason)]
+            membership, instructions = m.on_join(membership, worker_id, report.host, now, known, report.slot)
+            worker = membership.worker(worker_id)
+            if worker is not None and not worker.fenced:
                 outbox.put(ToWorker(welcome={"slot": worker.member.slot}))
-                newest = m.newest_for(membership, join.generation)
-                if newest is not None and (newest.rank(join.worker_id) is not None or newest.leaves(join.worker_id)):
-                    outbox.put(protocol.to_wire(newest))
+                newest = m.newest_for(membership, known)
+                if newest is not None and newest.lists(worker_id):
+                    outbox.put(ToWorker(generation=protocol.to_wire(newest)))
             return membership, instructions
 
         return event
@@ -271,53 +368,41 @@ class Coordinator:
             self._post(lambda membership, now: m.on_parked(membership, worker_id, body.generation))
         elif kind == "finished":
             report = json.loads(body.report_json or "{}")
-            self._finished[worker_id] = {"digest": body.digest, "step": body.step, "seq": body.seq, "report": report}
-            self._post(lambda membership, now: m.on_finished(membership, worker_id))
+            details = {"digest": body.digest, "step": body.step, "seq": body.seq, "report": report}
+            self._post(lambda membership, now: m.on_finished(membership, worker_id, details))
         elif kind == "failed":
-            self._post(lambda membership, now: self._failed(membership, worker_id, body))
+            self._post(self._failed(worker_id, body))
         elif kind == "note" and body.kind in NOTES:
-            self._event(body.kind, worker_id=worker_id, text=body.text, **json.loads(body.fields_json or "{}"))
+            fields = {"worker_id": worker_id, "text": body.text, **json.loads(body.fields_json or "{}")}
+            self._events.append(event_line(self._wall(), body.kind, fields))
+            self._tell_worker(worker_id, ToWorker(heeded={"number": body.number}))
         elif kind == "scale":
-            self._post(lambda membership, now: self._scaled_by_worker(membership, worker_id, body))
+            self._post(lambda membership, now: self._wished(membership, worker_id, body))
 
-    def _failed(self, membership: Membership, worker_id: str, failure: Any) -> Outcome:
-        if self._stop_message is not None:
-            return membership, []  # the same report again after a reconnect, or the same mistake on another worker
-        text = f"{failure.kind}: {failure.message}"
-        worker = membership.worker(worker_id)
-        if worker is not None and worker.state is m.State.PARTED:
-            return membership, [m.Log("failed", worker_id, text)]  # it had left: that is its own affair
-        if m.refuses(membership, worker_id, failure.kind):
-            return m.on_refused(membership, worker_id, text)
-        self._event("failed", worker_id=worker_id, text=text, traceback=failure.traceback)
-        if self._on_error == "relaunch":
-            return membership, []
-        self._event("stopping", text=f"{worker_id} failed")
-        self._tell_launchers_to_stop(f"{worker_id} failed: {text}", failed=True, kind=failure.kind)
-        return m.on_stop(membership, failed=True)
+    def _failed(self, worker_id: str, failure: Any) -> Event:
+        said = (failure.kind, failure.message, failure.traceback)
+        ends_job = self._on_error == "stop"
+        return lambda membership, now: m.on_failed(membership, worker_id, *said, ends_job=ends_job)
 
-    def _scaled_by_worker(self, membership: Membership, worker_id: str, scale: Any) -> Outcome:
+    def _wished(self, membership: Membership, worker_id: str, wish: Any) -> Outcome:
         try:
-            return self._scaled(membership, scale)
+            return m.on_wish(membership, worker_id, wish.number, wish.target, wish.relative)
         except SettingsContradict as mistake:
             _log.warning("%s: %s", worker_id, mistake)
-            return membership, []
-
-    def _scaled(self, membership: Membership, scale: Any) -> Outcome:
-        """Relative steps stop at min and max."""
-        if not scale.relative:
-            return m.on_scale(membership, scale.target)
-        wanted = membership.target + scale.target
-        return m.on_scale(membership, min(max(wanted, membership.min_size), membership.max_size))
+            return membership, [m.Heeded(worker_id, wish.number)]
 
     async def _launch(self, requests: AsyncIterator[Any], context: Any) -> None:
         await self._converse(requests, context, self._launchers, "hello", self._greet, self._heard_launcher)
 
     def _greet(self, hello: Any, outbox: Outbox) -> str:
         host = str(hello.host)
-        known = [*(worker.worker_id for worker in hello.workers), *hello.gone]
-        if self._stop_message is not None:
-            outbox.put(self._stop_message)
+        live, gone = tuple(worker.worker_id for worker in hello.workers), tuple(hello.gone)
+        known = (*live, *gone)
+        if self._rebuilding is not None:
+            it, stop = hello.target, hello.stop
+            target = m.SetTarget(it.n, it.finishing, it.number) if hello.HasField("target") else None
+            stopping = m.Stop(stop.reason, stop.failed, stop.kind) if hello.HasField("stop") else None
+            self._rebuilding.rosters[host] = m.Roster(host, live, gone, target, stopping)
         self._post(lambda membership, now: m.on_roster(membership, host, known))
         for worker in hello.workers:
             self._heard_launcher(host, "started", worker)
@@ -331,6 +416,10 @@ class Coordinator:
             self._pids[worker_id] = body.pid
             self._post(lambda membership, now: m.on_join(membership, worker_id, host, now, launched=True))
         elif kind == "gone":
+            if self._rebuilding is not None:
+                self._rebuilding.on_gone(worker_id)
+            if body.HasField("failed"):
+                self._post(self._failed(worker_id, body.failed))
             self._post(lambda membership, now: m.on_gone(membership, worker_id, body.reason))
         elif kind == "evidence":
             self._post(lambda membership, now: m.on_evidence(membership, worker_id, body.stopped, body.cpu_time_s, now))
@@ -344,12 +433,12 @@ class Coordinator:
             outcome: Outcome = (membership, [])
             try:
                 if kind == "scale":
-                    outcome = self._scaled(membership, body)
+                    outcome = m.on_scale(membership, body.target)
                 elif kind == "checkpoint":
                     if membership.newest is not None and membership.newest.members:
                         self._tell_worker(membership.newest.members[0].worker_id, ToWorker(checkpoint={}))
                 elif kind == "stop":
-                    outcome = self._stop(membership, body.reason)
+                    outcome = m.on_stop(membership, m.Stop(body.reason))
             except SettingsContradict as mistake:
                 done.set_exception(mistake)
             else:
@@ -362,11 +451,6 @@ class Coordinator:
         except SettingsContradict as mistake:
             return CommandReply(error=str(mistake))
         return CommandReply(status_json=json.dumps(self.status()))
-
-    def _stop(self, membership: Membership, reason: str) -> Outcome:
-        self._event("stopping", text=reason)
-        self._tell_launchers_to_stop(reason, failed=False, kind="")
-        return m.on_stop(membership, failed=False)
 
     async def _admit(self, context: Any) -> None:
         if not protocol.admits(self._token, context.invocation_metadata()):
@@ -383,6 +467,8 @@ class Coordinator:
             self._tell_worker(instruction.worker_id, ToWorker(bye={}))
         elif isinstance(instruction, m.Refuse):
             self._tell_worker(instruction.worker_id, ToWorker(refused={"reason": instruction.reason}))
+        elif isinstance(instruction, m.Heeded):
+            self._tell_worker(instruction.worker_id, ToWorker(heeded={"number": instruction.number}))
         elif isinstance(instruction, m.Fence):
             self._tell_launchers(ToLauncher(fence={"worker_id": instruction.worker_id}))
         elif isinstance(instruction, m.Excuse):
@@ -390,27 +476,38 @@ class Coordinator:
         elif isinstance(instruction, m.Probe):
             self._tell_launchers(ToLauncher(probe={"worker_id": instruction.worker_id}))
         elif isinstance(instruction, m.SetTarget):
-            target = {"n": instruction.target, "finishing": instruction.finishing}
+            target = {"n": instruction.target, "finishing": instruction.finishing, "number": instruction.number}
             self._tell_launchers(ToLauncher(target=target))
+        elif isinstance(instruction, m.Stop):
+            stop = {"reason": instruction.reason, "failed": instruction.failed, "kind": instruction.kind}
+            self._tell_launchers(ToLauncher(stop=stop))
         else:
-            details = self._finished.get(instruction.worker_id, {}) if instruction.kind == "finished" else {}
-            self._event(instruction.kind, worker_id=instruction.worker_id, text=instruction.text, **details)
+            _log.info("%s %s %s", instruction.kind, instruction.worker_id, instruction.text)
             if instruction.kind in ("left", "lost"):
                 self._forget(instruction.worker_id)
+
+    def _line(self, instruction: Instruction) -> str | None:
+        """What the event log tells of it."""
+        if isinstance(instruction, m.Log):
+            fields = {"worker_id": instruction.worker_id, "text": instruction.text, **instruction.details}
+            return event_line(self._wall(), instruction.kind, fields)
+        if isinstance(instruction, m.Publish):
+            generation = instruction.generation
+            fields = {
+                "number": generation.number,
+                "members": [member.worker_id for member in generation.members],
+                "leavers": [member.worker_id for member in generation.leavers],
+                "fault": generation.fault,
+                "paused": generation.paused,
+                "cause": instruction.cause,
+            }
+            return event_line(self._wall(), "generation", fields)
+        return None
 
     def _publish(self, generation: m.Generation, cause: str) -> None:
         workers = counted(len(generation.members), "worker") + (", paused" if generation.paused else "")
         _log.info("generation %d → %d: %s, %s", generation.number - 1, generation.number, cause, workers)
-        self._event(
-            "generation",
-            number=generation.number,
-            members=[member.worker_id for member in generation.members],
-            leavers=[member.worker_id for member in generation.leavers],
-            fault=generation.fault,
-            paused=generation.paused,
-            cause=cause,
-        )
-        message = protocol.to_wire(generation)
+        message = ToWorker(generation=protocol.to_wire(generation))
         for member in (*generation.members, *generation.leavers):
             self._tell_worker(member.worker_id, message)
 
@@ -422,15 +519,9 @@ class Coordinator:
         for outbox in self._launchers.values():
             outbox.put(message)
 
-    def _tell_launchers_to_stop(self, reason: str, failed: bool, kind: str) -> None:
-        if self._stop_message is None:
-            self._stop_message = ToLauncher(stop={"reason": reason, "failed": failed, "kind": kind})
-            self._tell_launchers(self._stop_message)
-
-    def _event(self, kind: str, **fields: Any) -> None:
-        self._events.write(self._wall(), kind, **fields)
-        if kind != "generation":
-            _log.info("%s %s %s", kind, fields.get("worker_id", ""), fields.get("text", ""))
+    def _event(self, kind: str, text: str) -> None:
+        self._events.write(self._wall(), kind, text=text)
+        _log.info("%s %s", kind, text)
 
     def _forget(self, worker_id: str) -> None:
         for kept in (self._pids, self._beats):
@@ -453,9 +544,9 @@ class Coordinator:
 
     def _phase(self) -> str:
         newest = self._membership.newest
-        if self._ended:
+        if self._membership.ended:
             return "ended"
-        if self._stop_message is not None:
+        if self._membership.stopping is not None:
             return "stopping"
         if self._membership.finishing:
             return "finishing"
@@ -484,9 +575,9 @@ class Coordinator:
                 }
             )
         return {
-            "dir": str(self._run_dir.path),
+            "dir": str(self.run_dir.path),
             "phase": self._phase(),
-            "reason": "" if self._stop_message is None else self._stop_message.stop.reason,
+            "reason": "" if membership.stopping is None else membership.stopping.reason,
             "generation": membership.number,
             "workers": workers,
             "seq": front.seq,
@@ -559,6 +650,7 @@ def main() -> None:
     parser.add_argument(
         "--generation", type=int, default=0, help="the highest number used before, for a job that goes on"
     )
+    parser.add_argument("--after", default="", help="how the coordinator before this one ended, if there was one")
     parser.add_argument("--parent", type=int, help="the pid that started this; exit if it is not the parent")
     options = parser.parse_args()
     die_with(options.parent if options.parent is not None else os.getppid())
@@ -567,7 +659,10 @@ def main() -> None:
     async def serve() -> None:
         membership = m.found(options.min, options.max, options.target, Timeouts(options.budget))
         membership = replace(membership, number=options.generation)
-        coordinator = Coordinator(RunDir.open(options.dir), membership, options.on_error)
+        coordinator = Coordinator(RunDir.open(options.dir), membership, options.on_error, options.after)
+        if plugin := os.environ.get(COORDINATOR_PLUGIN):
+            module, function = plugin.split(":")
+            getattr(importlib.import_module(module), function)(coordinator)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, coordinator.request_stop)
         await coordinator.serve()

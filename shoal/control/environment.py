@@ -9,6 +9,9 @@ from typing import Any
 from shoal.checkpoints import DEFAULT_EVERY, DEFAULT_KEEP
 from shoal.control.timeouts import DEFAULT_BUDGET_S
 
+# "module:function", called with the coordinator before it serves
+COORDINATOR_PLUGIN = "SHOAL_COORDINATOR_PLUGIN"
+
 
 @dataclass(frozen=True)
 class WorkerEnvironment:
@@ -17,7 +20,6 @@ class WorkerEnvironment:
     worker_id: str = ""  # none: the process is no worker of a job
     host: str = ""
     dir: str = ""  # the run directory
-    address: str = ""  # of the coordinator
     budget_s: float = DEFAULT_BUDGET_S
     channel_fd: int = -1  # the socket to the launcher
     threads: int = 0  # of torch; 0 for the worker's share of the cores

@@ -1,57 +1,76 @@
-"""What the coordinator must still know after it was killed: the membership, and every generation's number and cause."""
+"""What the coordinator must still know after it was killed: the membership, and the lines of its last change."""
 
 from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterable
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.control import membership as m
-from shoal.control.membership import Membership, Publish
+from shoal.control.membership import Membership
 
 _SCHEMA = """
-CREATE TABLE IF NOT EXISTS membership (id INTEGER PRIMARY KEY CHECK (id = 0), json TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS generations
-    (number INTEGER PRIMARY KEY, time REAL NOT NULL, cause TEXT NOT NULL, json TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS journal
+    (id INTEGER PRIMARY KEY CHECK (id = 0), membership TEXT NOT NULL, lines TEXT NOT NULL, at_bytes INTEGER NOT NULL);
 """
 
 
+class JournalDamaged(Exception):
+    """What is in the file is no journal, or not whole. Internal: the coordinator goes on without it."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The last change: the membership after it, and its lines of the event log, which begin at `at_bytes` there."""
+
+    membership: Membership
+    lines: tuple[str, ...]
+    at_bytes: int
+
+
 class Journal:
-    """One transaction a change: the newest membership replaces the one before, generations add up.
+    """One row, replaced in one transaction a change: it does not grow. Raises JournalDamaged, at `load` at the latest.
 
     A killed coordinator loses nothing that was recorded; a machine that loses power may lose the last changes.
     """
 
     def __init__(self, path: Path) -> None:
         self._database = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-        self._database.execute("PRAGMA journal_mode=WAL")
-        self._database.execute("PRAGMA synchronous=NORMAL")
-        self._database.executescript(_SCHEMA)
-
-    def load(self, now: float) -> Membership | None:
-        """The membership last recorded, with everybody alive at `now`; None in a new journal."""
-        row = self._database.execute("SELECT json FROM membership").fetchone()
-        return None if row is None else m.from_json(row[0], now)
-
-    def record(self, membership: Membership, published: Iterable[Publish], time_s: float) -> None:
-        """Call it before anything of this change is told to anybody. A number twice is an error of ours."""
-        self._database.execute("BEGIN IMMEDIATE")
         try:
-            self._database.execute("INSERT OR REPLACE INTO membership VALUES (0, ?)", (m.to_json(membership),))
-            for publish in published:
-                generation = json.dumps(asdict(publish.generation))
-                row = (publish.generation.number, time_s, publish.cause, generation)
-                self._database.execute("INSERT INTO generations VALUES (?, ?, ?, ?)", row)
-        except BaseException:
-            self._database.execute("ROLLBACK")
-            raise
-        self._database.execute("COMMIT")
+            self._database.execute("PRAGMA journal_mode=WAL")
+            self._database.execute("PRAGMA synchronous=NORMAL")
+            self._database.executescript(_SCHEMA)
+        except sqlite3.DatabaseError as error:
+            self._database.close()
+            raise JournalDamaged(str(error)) from error
 
-    def generations(self) -> list[tuple[int, str]]:
-        """Number and cause of every generation, in order."""
-        return [(number, cause) for number, cause in self._database.execute("SELECT number, cause FROM generations")]
+    def load(self, now: float) -> Entry | None:
+        """What was last recorded, with everybody alive at `now`; None in a new journal."""
+        try:
+            row = self._database.execute("SELECT membership, lines, at_bytes FROM journal").fetchone()
+            return None if row is None else Entry(m.from_json(row[0], now), tuple(json.loads(row[1])), row[2])
+        except (sqlite3.DatabaseError, ValueError, KeyError, TypeError) as error:
+            self._database.close()
+            raise JournalDamaged(f"{type(error).__name__}: {error}") from error
+
+    def record(self, membership: Membership, lines: Sequence[str] = (), at_bytes: int = 0) -> None:
+        """Call it before anything of this change is told to anybody."""
+        row = (m.to_json(membership), json.dumps(lines), at_bytes)
+        self._database.execute("INSERT OR REPLACE INTO journal VALUES (0, ?, ?, ?)", row)
 
     def close(self) -> None:
         self._database.close()
+
+
+def put_aside(path: Path) -> Path | None:
+    """Make room for a new journal; where the old one lies now, None if there was no file."""
+    for log in ("-wal", "-shm"):  # they belong to the old one, and would be read with the new
+        path.with_name(path.name + log).unlink(missing_ok=True)
+    if not path.exists():
+        return None
+    number = 1
+    while (aside := path.with_name(f"{path.stem}.damaged-{number}")).exists():
+        number += 1
+    return path.rename(aside)

@@ -7,9 +7,10 @@ changes become one generation. Nothing here reads a clock or knows a socket.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
+from typing import Any
 
 from shoal.control.timeouts import Timeouts
 from shoal.errors import DataUnusable, OutOfSharedMemory, SettingsContradict
@@ -45,6 +46,9 @@ class Generation:
     def leaves(self, worker_id: str) -> bool:
         return any(member.worker_id == worker_id for member in self.leavers)
 
+    def lists(self, worker_id: str) -> bool:
+        return self.rank(worker_id) is not None or self.leaves(worker_id)
+
 
 class State(str, Enum):
     JOINING = "joining"  # started or connected
@@ -74,13 +78,24 @@ class Worker:
     life: Life = field(compare=False)
     seniority: int = 0  # the order of becoming a member; 0 before
     founder: bool = True  # it came before the first generation
+    failed: bool = False  # it has said that its code raised
     refused: bool = False  # it cannot take part, and is ending
     launched: bool = False  # a launcher watches it, and will say when it is gone
     fenced: str = ""  # why it was fenced, until it is gone
+    wishes: int = 0  # how often it asked for another number of workers
 
     @property
     def worker_id(self) -> str:
         return self.member.worker_id
+
+
+@dataclass(frozen=True)
+class Stop:
+    """The job ends: why, and the class of the error if it failed. For the launcher, and kept until it has ended."""
+
+    reason: str
+    failed: bool = False
+    kind: str = ""
 
 
 @dataclass(frozen=True)
@@ -102,6 +117,9 @@ class Membership:
     fault: bool = False  # a member or a leaver died since the newest generation
     causes: tuple[str, ...] = ()
     finishing: bool = False
+    targets: int = 0  # how often the target was set
+    stopping: Stop | None = None
+    ended: bool = False  # finishing, and every worker has gone
     ticked_at: float | None = field(default=None, compare=False)
 
     def worker(self, worker_id: str) -> Worker | None:
@@ -165,10 +183,12 @@ class Refuse:
 
 @dataclass(frozen=True)
 class SetTarget:
-    """For the launcher. With `finishing`, a worker that exits needs no replacement."""
+    """For the launcher: how many workers there should be, beside those that are excused. With `finishing`, one that
+    exits needs no replacement. One that it has heard before, by `number`, says nothing new."""
 
     target: int
     finishing: bool
+    number: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)
@@ -178,9 +198,18 @@ class Log:
     kind: str
     worker_id: str
     text: str = ""
+    details: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
-Instruction = Publish | Fence | Probe | Excuse | Bye | Refuse | SetTarget | Log
+@dataclass(frozen=True)
+class Heeded:
+    """For the worker: its wish of that number need not be told again."""
+
+    worker_id: str
+    number: int
+
+
+Instruction = Publish | Fence | Probe | Excuse | Bye | Refuse | Heeded | SetTarget | Stop | Log
 Outcome = tuple[Membership, list[Instruction]]
 
 
@@ -188,29 +217,40 @@ Outcome = tuple[Membership, list[Instruction]]
 
 
 def on_join(
-    membership: Membership, worker_id: str, host: str, now: float, generation: int = 0, launched: bool = False
+    membership: Membership,
+    worker_id: str,
+    host: str,
+    now: float,
+    generation: int = 0,
+    slot: int | None = None,
+    launched: bool = False,
 ) -> Outcome:
     """A launcher started the worker (`launched`), or it connected, for the first time or again.
 
-    A known worker keeps its slot. `generation` is the newest one it knows of: no number up to it is used again, even
-    if the journal was lost.
+    A known worker keeps its slot. `generation` is the newest one it knows of, and `slot` the one it was given: no
+    number up to it is used again, and no slot by two, even if the journal was lost.
     """
     membership = replace(membership, number=max(membership.number, generation))
     known = membership.worker(worker_id)
     if known is not None:
         if launched:
             return _put(membership, replace(known, launched=True)), []
+        if slot is not None and slot != known.member.slot:
+            return _fence(membership, known, f"it has slot {slot}, and the job knows it in {known.member.slot}")
         again = replace(known, life=replace(known.life, alive_at=now, connected=True))
         return _put(membership, again), [Bye(worker_id)] if known.state is State.PARTED else []
-    taken = {worker.member.slot for worker in membership.workers}
-    slot = next((slot for slot in range(MAX_SLOTS) if slot not in taken), None)
+    free = free_slots(membership)
+    if slot is None:
+        slot = next(iter(free), None)
+    elif slot not in free:
+        return membership, [Log("fenced", worker_id, f"it has slot {slot}, which is another's"), Fence(worker_id)]
     if slot is None:
         return membership, [Refuse(worker_id, f"all {MAX_SLOTS} slots are taken; wait until a worker has gone")]
     life = Life(alive_at=now, connected=not launched)
     founder = membership.newest is None
     worker = Worker(Member(worker_id, slot, host), State.JOINING, life, founder=founder, launched=launched)
     membership = replace(membership, workers=(*membership.workers, worker), started=membership.started + 1)
-    return membership, [Log("joined", worker_id, f"slot {slot} on {host}")]
+    return membership, [Log("joined", worker_id, f"slot {slot} on {host}", {"slot": slot})]
 
 
 def on_ready(membership: Membership, worker_id: str) -> Outcome:
@@ -247,17 +287,39 @@ def on_parked(membership: Membership, worker_id: str, generation: int) -> Outcom
     return _put(membership, replace(worker, state=State.PARTED)), [Bye(worker_id)]
 
 
-def on_finished(membership: Membership, worker_id: str) -> Outcome:
-    """The worker's main returned: it leaves for good, and from now on fewer than `min` members are enough."""
+def on_finished(membership: Membership, worker_id: str, report: Mapping[str, Any] | None = None) -> Outcome:
+    """The worker's main returned: it leaves for good, and from now on fewer than `min` members are enough. What it
+    reports goes to the event log."""
     worker = membership.worker(worker_id)
     if worker is None or worker.state in (State.LEAVING, State.PARTED):
         return membership, []  # it was asked to leave before: that says nothing about the job
-    instructions: list[Instruction] = [Log("finished", worker_id)]
+    instructions: list[Instruction] = [Log("finished", worker_id, details=report or {})]
     if not membership.finishing:
-        membership = replace(membership, finishing=True)
-        instructions.append(SetTarget(_processes(membership), finishing=True))
+        membership, told = _set_target(membership, membership.target, finishing=True)
+        instructions += told
     membership, leaving = on_leave(membership, worker_id, "finished")
     return membership, [*instructions, *leaving]
+
+
+def on_failed(
+    membership: Membership, worker_id: str, kind: str, message: str, traceback: str = "", *, ends_job: bool
+) -> Outcome:
+    """The worker's code raised. That costs the job the worker only if `refuses` says so, or unless it `ends_job`."""
+    worker = membership.worker(worker_id)
+    if membership.stopping is not None or (worker is not None and worker.failed):
+        return membership, []  # the same report again, or the same mistake on another worker
+    text = f"{kind}: {message}"
+    if worker is not None:
+        membership = _put(membership, replace(worker, failed=True))
+        if worker.state is State.PARTED:
+            return membership, [Log("failed", worker_id, text)]  # it had left: that is its own affair
+        if refuses(membership, worker_id, kind):
+            return on_refused(membership, worker_id, text)
+    told: list[Instruction] = [Log("failed", worker_id, text, {"traceback": traceback})]
+    if not ends_job:
+        return membership, told
+    membership, more = on_stop(membership, Stop(f"{worker_id} failed: {text}", failed=True, kind=kind))
+    return membership, [*told, *more]
 
 
 def refuses(membership: Membership, worker_id: str, kind: str) -> bool:
@@ -273,11 +335,11 @@ def on_refused(membership: Membership, worker_id: str, why: str) -> Outcome:
     worker = membership.worker(worker_id)
     assert worker is not None
     others = _without(membership, worker, State.JOINING, State.WARM, State.MEMBER)
-    membership = _put(replace(membership, target=len(others)), replace(worker, refused=True))
+    membership, told = _set_target(membership, len(others), membership.finishing)
     text = f"{why}; the job goes on with {counted(len(others), 'worker')}"
-    instructions: list[Instruction] = [Log("refused", worker_id, text), Excuse(worker_id)]
     # A member stays one until it is gone: others may wait for its words.
-    return membership, [*instructions, SetTarget(_processes(membership), membership.finishing)]
+    membership = _put(membership, replace(worker, refused=True))
+    return membership, [Log("refused", worker_id, text), Excuse(worker_id), *told]
 
 
 def on_gone(membership: Membership, worker_id: str, reason: str = "") -> Outcome:
@@ -307,11 +369,25 @@ def on_roster(membership: Membership, host: str, live: Iterable[str]) -> Outcome
             membership, more = on_gone(membership, worker.worker_id, "gone while the coordinator was away")
             instructions += more
             continue
-        if worker.state in (State.LEAVING, State.PARTED):
+        if worker.refused or worker.state in (State.LEAVING, State.PARTED):
             instructions.append(Excuse(worker.worker_id))
         if worker.fenced:
             instructions.append(Fence(worker.worker_id))
-    return membership, [*instructions, SetTarget(_processes(membership), membership.finishing)]
+    instructions.append(SetTarget(membership.target, membership.finishing, membership.targets))
+    return membership, instructions if membership.stopping is None else [*instructions, membership.stopping]
+
+
+def on_wish(membership: Membership, worker_id: str, number: int, target: int, relative: bool) -> Outcome:
+    """A worker asks for another number of workers, or for so many more. What it asked for once counts once, by the
+    `number` of the wish. Relative steps stop at min and max. Raises SettingsContradict as `on_scale` does."""
+    worker = membership.worker(worker_id)
+    if worker is None or number <= worker.wishes:
+        return membership, [Heeded(worker_id, number)]
+    membership = _put(membership, replace(worker, wishes=number))
+    if relative:
+        target = min(max(membership.target + target, membership.min_size), membership.max_size)
+    membership, instructions = on_scale(membership, target)
+    return membership, [*instructions, Heeded(worker_id, number)]
 
 
 def on_scale(membership: Membership, target: int) -> Outcome:
@@ -322,30 +398,22 @@ def on_scale(membership: Membership, target: int) -> Outcome:
             "choose a number between, or start it with another -n"
         )
     text = f"{membership.target} → {target}"
-    membership = replace(membership, target=target)
+    membership, told = _set_target(membership, target, membership.finishing)
     if membership.newest is None:
         membership = replace(membership, founders=target)
-    instructions: list[Instruction] = [Log("scaled", "", text), SetTarget(_processes(membership), membership.finishing)]
-    active = membership.in_state(State.JOINING, State.WARM, State.MEMBER)
-    # Those who have contributed least go first: not yet warm, not yet members, then the newest members.
-    newest = active[::-1]
-    dispensable = [worker for worker in newest if worker.state is State.JOINING]
-    dispensable += [worker for worker in newest if worker.state is State.WARM]
-    dispensable += sorted(membership.in_state(State.MEMBER), key=lambda worker: -worker.seniority)
-    for worker in dispensable[: max(0, len(active) - target)]:
-        membership, leaving = on_leave(membership, worker.worker_id, "scaled down")
-        instructions += leaving
-    return membership, instructions
+    membership, leaving = _shed(membership, membership.in_state(State.JOINING, State.WARM, State.MEMBER))
+    return membership, [Log("scaled", "", text), *told, *leaving]
 
 
-def on_stop(membership: Membership, failed: bool) -> Outcome:
-    """End the job: every worker leaves. With `failed`, at once: a step in flight would wait for who has failed."""
-    membership = replace(membership, finishing=True, fault=membership.fault or failed)
-    instructions: list[Instruction] = [SetTarget(_processes(membership), finishing=True)]
-    for worker in membership.workers:
-        membership, leaving = on_leave(membership, worker.worker_id, "the job stops")
-        instructions += leaving
-    return membership, instructions
+def on_stop(membership: Membership, stop: Stop) -> Outcome:
+    """End the job: every worker leaves. If it failed, at once: a step in flight would wait for who has failed. The
+    first reason counts."""
+    if membership.stopping is not None:
+        return membership, []
+    membership, told = _set_target(membership, membership.target, finishing=True)
+    membership = replace(membership, stopping=stop, fault=membership.fault or stop.failed)
+    membership, leaving = _dismiss_all(membership)
+    return membership, [Log("stopping", "", stop.reason), stop, *told, *leaving]
 
 
 # Signs of life.
@@ -402,9 +470,10 @@ def on_tick(membership: Membership, now: float) -> Outcome:
         # A worker may have been silent for long before anybody waited: probes get half the budget to speak for it.
         if silent_s >= allowed_s and now - awaited_since >= timeouts.budget_s / 2:
             reason = f"no sign of life for {silent_s:.1f} s while awaited"
-            worker = replace(worker, fenced=reason)
-            instructions += [Log("fenced", worker.worker_id, reason), Fence(worker.worker_id)]
-        elif life.probed_at is None or now - life.probed_at >= timeouts.probe_s:
+            membership, fencing = _fence(membership, replace(worker, life=life), reason)
+            instructions += fencing
+            continue
+        if life.probed_at is None or now - life.probed_at >= timeouts.probe_s:
             life = replace(life, probed_at=now)
             instructions.append(Probe(worker.worker_id))
         membership = _put(membership, replace(worker, life=life))
@@ -417,6 +486,13 @@ def on_tick(membership: Membership, now: float) -> Outcome:
 def settle(membership: Membership) -> Outcome:
     """Publish one generation for everything that changed since the last one, if anything did."""
     instructions: list[Instruction] = []
+    if membership.finishing and not membership.workers and not membership.ended:
+        instructions = [Log("ended", "", details={"generation": membership.number})]
+        if membership.stopping is None:
+            over = Stop("every worker has gone")
+            membership = replace(membership, stopping=over)
+            instructions.append(over)
+        return replace(membership, ended=True), instructions
     if membership.newest is None and not _can_found(membership):
         return membership, []
     members = membership.in_state(State.MEMBER)
@@ -463,11 +539,6 @@ def newest_for(membership: Membership, known: int) -> Generation | None:
     return replace(newest, fault=membership.last_fault > known)
 
 
-def _processes(membership: Membership) -> int:
-    """How many processes the launcher should have now: those who are leaving still count as theirs."""
-    return membership.target + len(membership.in_state(State.LEAVING, State.PARTED))
-
-
 def _can_found(membership: Membership) -> bool:
     warm = len(membership.in_state(State.WARM))
     if warm >= membership.founders:
@@ -477,7 +548,137 @@ def _can_found(membership: Membership) -> bool:
     return complete and warm >= membership.min_size
 
 
+# Without a journal.
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a worker that reconnects knows. All of them together know what the membership was."""
+
+    worker_id: str
+    host: str
+    slot: int | None = None  # None: it was never welcomed
+    newest: Generation | None = None  # of those that list it
+    last_fault: int = 0
+    dismissed: bool = False  # it was told Bye
+
+
+@dataclass(frozen=True)
+class Roster:
+    """What the launcher of a host knows: its workers, and what it last heard from the coordinator."""
+
+    host: str
+    live: tuple[str, ...] = ()
+    gone: tuple[str, ...] = ()  # dead too, but how they ended is still to be told
+    target: SetTarget | None = None
+    stopping: Stop | None = None
+
+
+def rebuild(
+    founding: Membership,
+    reports: Iterable[Report],
+    rosters: Iterable[Roster],
+    slots: Mapping[str, int],
+    number: int,
+    now: float,
+) -> Outcome:
+    """The membership after the journal was lost: `founding` with what those who live say. `slots` and `number`, the
+    highest generation's, are what the event log knows: it speaks for those who say nothing.
+
+    The newest generation that anybody knows is in force. Who stands in it is what it says there; who stood in an older
+    one and not in this was let go; all others have not been members yet. Feed the joins and rosters to the handlers
+    afterwards, as after any restart: they bring the deaths.
+    """
+    told = {report.worker_id: report for report in reports}
+    rosters = list(rosters)
+    known = [report.newest for report in told.values() if report.newest is not None]
+    newest = max(known, key=lambda generation: generation.number, default=None)
+    listed = () if newest is None else (*newest.members, *newest.leavers)
+    workers: dict[str, Worker] = {}
+    for seniority, member in enumerate(listed, 1):
+        report = told.get(member.worker_id)
+        state = State.MEMBER if newest is not None and newest.rank(member.worker_id) is not None else State.LEAVING
+        if report is not None and report.dismissed:
+            state = State.PARTED
+        worker = Worker(member, state, Life(alive_at=now), seniority, founder=False, launched=True)
+        workers[member.worker_id] = worker
+    for report in told.values():
+        if report.slot is not None and report.worker_id not in workers:
+            state = State.PARTED if report.dismissed or report.newest is not None else State.JOINING
+            member = Member(report.worker_id, report.slot, report.host)
+            workers[report.worker_id] = Worker(member, state, Life(alive_at=now), founder=newest is None)
+    taken = {worker.member.slot for worker in workers.values()}
+    for roster in rosters:
+        for worker_id in roster.live:
+            slot = slots.get(worker_id)
+            if worker_id not in workers and slot is not None and slot not in taken:
+                member = Member(worker_id, slot, roster.host)
+                workers[worker_id] = Worker(member, State.JOINING, Life(alive_at=now), founder=newest is None)
+                taken.add(slot)
+    heard = max((it.target for it in rosters if it.target is not None), key=lambda it: it.number, default=None)
+    stopping = next((roster.stopping for roster in rosters if roster.stopping is not None), None)
+    target = founding.target if heard is None else heard.target
+    membership = replace(
+        founding,
+        target=target,
+        founders=target,
+        targets=0 if heard is None else heard.number,
+        workers=tuple(workers.values()),
+        newest=newest,
+        number=max(number, 0 if newest is None else newest.number),
+        last_fault=max((report.last_fault for report in told.values()), default=0),
+        seniority=len(listed),
+        started=max(len(workers), sum(len(roster.live) + len(roster.gone) for roster in rosters)),
+        finishing=any(it is not None and it.finishing for it in (newest, heard)) or stopping is not None,
+        stopping=stopping,
+    )
+    # The launcher may have heard of what no worker has.
+    if stopping is not None:
+        return _dismiss_all(membership)
+    alive = {worker_id for roster in rosters for worker_id in roster.live}
+    active = membership.in_state(State.JOINING, State.WARM, State.MEMBER)
+    return _shed(membership, [worker for worker in active if worker.worker_id in alive])
+
+
 # Small steps the handlers share.
+
+
+def free_slots(membership: Membership) -> list[int]:
+    taken = {worker.member.slot for worker in membership.workers}
+    return [slot for slot in range(MAX_SLOTS) if slot not in taken]
+
+
+def _set_target(membership: Membership, target: int, finishing: bool) -> Outcome:
+    membership = replace(membership, target=target, finishing=finishing, targets=membership.targets + 1)
+    return membership, [SetTarget(target, finishing, membership.targets)]
+
+
+def _shed(membership: Membership, active: list[Worker]) -> Outcome:
+    """As many of the active leave as are above the target. Those who have contributed least go first: not yet warm,
+    not yet members, then the newest members."""
+    instructions: list[Instruction] = []
+    newest = active[::-1]
+    dispensable = [worker for worker in newest if worker.state is State.JOINING]
+    dispensable += [worker for worker in newest if worker.state is State.WARM]
+    members = [worker for worker in active if worker.state is State.MEMBER]
+    dispensable += sorted(members, key=lambda worker: -worker.seniority)
+    for worker in dispensable[: max(0, len(active) - membership.target)]:
+        membership, leaving = on_leave(membership, worker.worker_id, "scaled down")
+        instructions += leaving
+    return membership, instructions
+
+
+def _dismiss_all(membership: Membership) -> Outcome:
+    instructions: list[Instruction] = []
+    for worker in membership.workers:
+        membership, leaving = on_leave(membership, worker.worker_id, "the job stops")
+        instructions += leaving
+    return membership, instructions
+
+
+def _fence(membership: Membership, worker: Worker, reason: str) -> Outcome:
+    membership = _put(membership, replace(worker, fenced=reason))
+    return membership, [Log("fenced", worker.worker_id, reason), Fence(worker.worker_id)]
 
 
 def _without(membership: Membership, worker: Worker, *states: State) -> list[Worker]:
@@ -545,4 +746,6 @@ def from_json(text: str, now: float) -> Membership:
     )
     timeouts = Timeouts(**value.pop("timeouts"))
     causes = tuple(value.pop("causes"))
-    return Membership(**value, newest=newest, workers=workers, timeouts=timeouts, causes=causes)
+    stop = value.pop("stopping")
+    stopping = None if stop is None else Stop(**stop)
+    return Membership(**value, newest=newest, workers=workers, timeouts=timeouts, causes=causes, stopping=stopping)

@@ -64,22 +64,20 @@ def kind_of(message: Any) -> tuple[str, Any]:
     return (name, getattr(message, name)) if name else ("", None)
 
 
-def to_wire(generation: Generation) -> Any:
-    """The `ToWorker` that carries this generation."""
+def to_wire(generation: Generation) -> dict[str, Any]:
+    """The body of the message."""
 
     def listed(members: Iterable[Member]) -> list[dict[str, Any]]:
         return [{"worker_id": member.worker_id, "slot": member.slot, "host": member.host} for member in members]
 
-    return ToWorker(
-        generation={
-            "number": generation.number,
-            "members": listed(generation.members),
-            "leavers": listed(generation.leavers),
-            "fault": generation.fault,
-            "paused": generation.paused,
-            "finishing": generation.finishing,
-        }
-    )
+    return {
+        "number": generation.number,
+        "members": listed(generation.members),
+        "leavers": listed(generation.leavers),
+        "fault": generation.fault,
+        "paused": generation.paused,
+        "finishing": generation.finishing,
+    }
 
 
 def from_wire(body: Any) -> Generation:

@@ -77,6 +77,11 @@ class RunDir:
         return self.path / "address"
 
     @property
+    def coordinator_file(self) -> Path:
+        """Locked by the coordinator as long as it lives; holds its pid."""
+        return self.path / "coordinator"
+
+    @property
     def job_file(self) -> Path:
         return self.path / "job.json"
 
@@ -140,6 +145,26 @@ class RunDir:
     def write_address(self, address: str) -> None:
         write_atomically(self.address_file, address)
 
+    def coordinator(self) -> tuple[int, bool]:
+        """The pid of the newest coordinator, 0 before the first, and whether it came to serve."""
+        try:
+            pid, *phase = self.coordinator_file.read_text().split() or ["0"]
+        except FileNotFoundError:
+            return 0, False
+        return int(pid), bool(phase)
+
+    def claim(self) -> Claim:
+        """For a coordinator. Raises RunDirUnusable while another one lives."""
+        fd = os.open(self.coordinator_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            raise RunDirUnusable(f"another coordinator serves {self.path}; a job has one") from None
+        claim = Claim(fd)
+        claim.write("")
+        return claim
+
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """By the process that runs the job, for as long as it does: however it ends, the kernel lets go. Raises
@@ -196,6 +221,20 @@ class RunDir:
 
     def write_committed(self, committed: Committed) -> None:
         write_atomically(self.committed_file, json.dumps(asdict(committed)))
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One coordinator's hold of a run directory."""
+
+    fd: int
+
+    def write(self, phase: str) -> None:
+        """Beside the pid; any but an empty one means that it serves. Always as long: readers see all or nothing."""
+        os.pwrite(self.fd, f"{os.getpid():>10} {phase:<6}\n".encode(), 0)
+
+    def release(self) -> None:
+        os.close(self.fd)
 
 
 def finite(loss: float) -> float | None:

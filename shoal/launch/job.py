@@ -20,12 +20,12 @@ from shoal import errors
 from shoal.control import client
 from shoal.control.coordinator import OnError
 from shoal.control.environment import WorkerEnvironment
-from shoal.control.membership import MAX_SLOTS, REFUSABLE
+from shoal.control.membership import MAX_SLOTS, REFUSABLE, SetTarget, Stop
 from shoal.control.rundir import Committed, RunDir
 from shoal.control.timeouts import Timeouts
 from shoal.data.progress import Passes
 from shoal.launch.launcher import Exit, Failure, Launcher
-from shoal.launch.relaunch import GiveUp, Relaunch, Start, ends_job
+from shoal.launch.relaunch import GiveUp, Relaunch, Start, Succession, ends_job
 from shoal.launch.screen import Screen, transition_line
 from shoal.launch.tail import LOG_LIMIT_BYTES, Tail, bound
 from shoal.metrics import read_events
@@ -84,9 +84,11 @@ class Ending:
 
 
 class CoordinatorProcess:
-    """The coordinator, as a process that ends with this one."""
+    """The coordinator, as a process that ends with this one. `after`: how the one before it ended."""
 
-    def __init__(self, run_dir: RunDir, size: Size, timeouts: Timeouts, on_error: OnError, generation: int) -> None:
+    def __init__(
+        self, run_dir: RunDir, size: Size, timeouts: Timeouts, on_error: OnError, generation: int, after: str = ""
+    ) -> None:
         """`generation`: the highest number used before, for a job that goes on."""
         self._run_dir = run_dir
         self.log = run_dir.logs / "coordinator.log"
@@ -98,6 +100,7 @@ class CoordinatorProcess:
             "--budget": timeouts.budget_s,
             "--on-error": on_error,
             "--generation": generation,
+            "--after": after,
             "--parent": os.getpid(),
         }
         command = [sys.executable, "-m", "shoal.control.coordinator"]
@@ -111,6 +114,8 @@ class CoordinatorProcess:
                 start_new_session=True,  # Ctrl-C in the terminal reaches the launcher only, which drains
             )
         self._pidfd = os.pidfd_open(self._process.pid)
+        self._served_at: float | None = None
+        self._hung = ""
         self.ended = asyncio.Event()
         asyncio.get_running_loop().add_reader(self._pidfd, self._on_end)
 
@@ -119,19 +124,36 @@ class CoordinatorProcess:
         self._process.wait()
         self.ended.set()
 
+    @property
+    def serves(self) -> bool:
+        """Whether it came to serve; from the first time this is asked and true on, it has served."""
+        if self._served_at is None and self._run_dir.coordinator() == (self._process.pid, True):
+            self._served_at = time.monotonic()
+        return self._served_at is not None
+
+    @property
+    def served_s(self) -> float | None:
+        """For how long it was seen to serve; None if it never did."""
+        return time.monotonic() - self._served_at if self.serves and self._served_at is not None else None
+
+    @property
+    def killed(self) -> bool:
+        return self._process.returncode is not None and self._process.returncode < 0
+
+    def how_it_ended(self) -> str:
+        if self._hung or not self.killed:
+            return self._hung or f"exit status {self._process.returncode}"
+        return f"killed by {signal.Signals(-self._process.returncode).name}"
+
+    def kill(self, why: str) -> None:
+        self._hung = why
+        signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
     def lost(self) -> errors.CoordinatorLost:
         exit = Exit.of("", self._process.returncode)
         said = self.log.read_text(errors="replace").split("\n") if exit.exit_code else []
         last = next((f": {line.strip()[:300]}" for line in reversed(said) if line.strip()), "")
         return errors.CoordinatorLost(f"the coordinator ended with {exit}{last}; see {self.log}")
-
-    async def address(self) -> str:
-        """host:port, once it serves. Fails with CoordinatorLost if it ends before."""
-        while (address := self._run_dir.address()) is None:
-            if self.ended.is_set():
-                raise self.lost()
-            await asyncio.sleep(0.01)
-        return address
 
     async def close(self, grace_s: float) -> None:
         for signum in (signal.SIGTERM, signal.SIGKILL):
@@ -139,6 +161,9 @@ class CoordinatorProcess:
                 signal.pidfd_send_signal(self._pidfd, signum)
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self.ended.wait(), grace_s)
+        self.release()
+
+    def release(self) -> None:
         os.close(self._pidfd)
 
 
@@ -178,6 +203,8 @@ class Job:
         self._host = socket.gethostname()
         self._finishing = False
         self._origin = origin
+        self._succession = Succession()
+        self._target_heard = -1  # its number
         self._next_number = origin.next_worker
         self._live: dict[str, int] = {}  # worker id → pid
         self._failures: dict[str, Failure] = {}
@@ -198,13 +225,12 @@ class Job:
         """
         self._loop = asyncio.get_running_loop()
         self._over = asyncio.Event()
-        self._coordinator = CoordinatorProcess(
-            self._run_dir, self._size, self._timeouts, self._on_error, self._origin.generation
-        )
+        self._start_coordinator()
         self._launcher = make_launcher(on_exit=self._on_exit, on_failure=self._on_failure, on_lost=self._on_lost)
         self._link: client.LauncherClient | None = None
         with self._signals():
             try:
+                self._keeper = self._spawn(self._keep_coordinator())
                 self._spawn(self._begin())
                 await self._over.wait()
             finally:
@@ -217,23 +243,23 @@ class Job:
     async def _begin(self) -> None:
         opening = asyncio.ensure_future(self._launcher.open())
         try:
-            address = await self._coordinator.address()
+            while not self._coordinator.serves and self._ending is None:
+                await asyncio.sleep(0.01)
             await opening
         except errors.ShoalError as error:
-            opening.cancel()
             return self._end(Ending(error=error), grace_s=0.0)
+        finally:
+            opening.cancel()
         if self._ending is not None:
             return
         self._environment = replace(
             self._environment,
             dir=str(self._run_dir.path),
-            address=address,
             host=self._host,
             budget_s=self._timeouts.budget_s,
         )
         self._link = client.LauncherClient(
-            address,
-            self._run_dir.token(),
+            self._run_dir,
             self._host,
             self._timeouts,
             live=lambda: tuple(self._live.items()),
@@ -245,9 +271,36 @@ class Job:
         )
         self._link.start()
         self._spawn(self._show_output())
-        self._spawn(self._show_progress(address))
-        await self._coordinator.ended.wait()
-        self._end(Ending(error=self._coordinator.lost()), grace_s=0.0)
+        self._spawn(self._show_progress())
+        self._spawn(self._watch_coordinator())
+
+    def _start_coordinator(self, after: str = "") -> None:
+        self._coordinator = CoordinatorProcess(
+            self._run_dir, self._size, self._timeouts, self._on_error, self._origin.generation, after
+        )
+
+    async def _keep_coordinator(self) -> None:
+        """Follow each that ends by another, while workers train on."""
+        while True:
+            ended = self._coordinator
+            await ended.ended.wait()
+            self._succession, decision = self._succession.on_end(ended.killed, ended.served_s)
+            if isinstance(decision, GiveUp):
+                return self._end(Ending(error=ended.lost()), grace_s=0.0)
+            await asyncio.sleep(decision.delay_s)
+            self._start_coordinator(after=ended.how_it_ended())
+            ended.release()
+
+    async def _watch_coordinator(self) -> None:
+        """One that hangs is killed, and followed by another. Nobody is told what it may decide when it wakes up."""
+        while True:
+            await asyncio.sleep(self._timeouts.budget_s)
+            watched, within_s = self._coordinator, self._timeouts.command_s
+            try:
+                await asyncio.to_thread(client.status, self._run_dir, within_s)
+            except errors.JobNotFound:
+                if watched is self._coordinator and not watched.ended.is_set():
+                    watched.kill(f"no answer for {within_s:g} s")
 
     def _end(self, ending: Ending, grace_s: float) -> None:
         """Stop all workers and be over. The first reason counts."""
@@ -263,9 +316,10 @@ class Job:
         self._over.set()
 
     async def _close(self) -> None:
-        for task in self._tasks:
+        others = self._tasks - {self._keeper}
+        for task in others:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*others, return_exceptions=True)
         if self._bounding is not None:
             await asyncio.wait([self._bounding])  # a log's last lines are read when its head is off
         committed = await self._launcher.close() or self._origin.committed
@@ -273,7 +327,11 @@ class Job:
             self._run_dir.write_committed(committed)
         clear_shared_memory(self._run_dir.loaders)
         if self._link is not None:
-            await asyncio.to_thread(self._link.close)  # delivers the last deaths
+            # Delivers the last deaths, and before that the coordinator writes down what the one before could not.
+            patience_s = 0.0 if self._keeper.done() else self._timeouts.budget_s
+            await asyncio.to_thread(self._link.close, patience_s)
+        self._keeper.cancel()
+        await asyncio.gather(self._keeper, return_exceptions=True)
         await self._coordinator.close(self._timeouts.budget_s)
         self._echo(last=True)
         self._screen.close()
@@ -288,9 +346,12 @@ class Job:
 
     # ---- what the coordinator wants
 
-    def _on_target(self, target: int, finishing: bool) -> None:
-        self._finishing = finishing
-        surplus = len(self._live) + self._starting + len(self._delayed) - target
+    def _on_target(self, told: SetTarget) -> None:
+        if told.number <= self._target_heard:
+            return  # another coordinator repeats it
+        self._target_heard, self._finishing = told.number, told.finishing
+        staying = len(self._live.keys() - self._excused)
+        surplus = staying + self._starting + len(self._delayed) - told.target
         for start in self._delayed[::-1][: max(0, surplus)]:
             start.cancel()
         for _ in range(-surplus):
@@ -309,13 +370,13 @@ class Job:
         if worker_id in self._live:
             self._excused.add(worker_id)
 
-    def _on_stop(self, reason: str, failed: bool, kind: str) -> None:
-        if not failed:
-            return self._end(Ending(reason=reason), self._timeouts.drain_s)
+    def _on_stop(self, stop: Stop) -> None:
+        if not stop.failed:
+            return self._end(Ending(reason=stop.reason), self._timeouts.drain_s)
         for worker_id in list(self._doubtful):
             self._end_doubtful(worker_id)
         # The worker that failed is still saying why: a signal now would cut it short.
-        self._told, self._finishing = Failure("", kind, reason), True
+        self._told, self._finishing = Failure("", stop.kind, stop.reason), True
         self._loop.call_later(_LAST_WORD_S, self._end_as_told)
 
     def _end_as_told(self) -> None:
@@ -324,7 +385,9 @@ class Job:
         self._end(Ending(error=told.as_error(), traceback=told.traceback), self._timeouts.budget_s)
 
     def _end_doubtful(self, worker_id: str) -> None:
-        if (ending := self._doubtful.pop(worker_id, None)) is not None:
+        if self._ending is None and self._link is not None and not self._link.answered:
+            self._loop.call_later(_LAST_WORD_S, self._end_doubtful, worker_id)  # nobody is there to excuse it
+        elif (ending := self._doubtful.pop(worker_id, None)) is not None:
             self._end(ending, self._timeouts.budget_s)
 
     # ---- workers come and go
@@ -364,12 +427,15 @@ class Job:
             self._tails[failure.worker_id].cut(failure.log_bytes)
 
     def _on_exit(self, exit: Exit) -> None:
+        failure = self._failures.get(exit.worker_id)
         if self._link is not None:
-            self._link.gone(exit.worker_id, str(exit))
+            refusable = failure is not None and isinstance(failure.as_error(), REFUSABLE)
+            said = (failure.kind, failure.message) if failure is not None and refusable else None
+            self._link.gone(exit.worker_id, str(exit), said)
         self._live.pop(exit.worker_id, None)
         if self._ending is not None:
             return
-        failure = self._failures.pop(exit.worker_id, None)
+        self._failures.pop(exit.worker_id, None)
         excused = exit.worker_id in self._excused and self._told is None  # a job that fails excuses everybody
         self._excused.discard(exit.worker_id)
         error = ends_job(exit, failure, self._on_error, excused)
@@ -430,13 +496,12 @@ class Job:
             return
         self._screen.say(f"{name}: workers finish their step and leave; once more to kill them")
         if self._link is not None:
-            address, token = self._environment.address, self._run_dir.token()
-            self._spawn(asyncio.to_thread(self._tell_stop, address, token, f"{name} at the launcher"))
+            self._spawn(asyncio.to_thread(self._tell_stop, f"{name} at the launcher"))
         self._end(Ending(reason=name, signum=signum), self._timeouts.drain_s)
 
-    def _tell_stop(self, address: str, token: str, reason: str) -> None:
+    def _tell_stop(self, reason: str) -> None:
         with contextlib.suppress(errors.JobNotFound):  # it ended meanwhile, or hangs: the workers get a signal too
-            client.stop(address, token, reason, self._timeouts.budget_s)
+            client.stop(self._run_dir, reason, self._timeouts.budget_s)
 
     # ---- what the user sees
 
@@ -469,13 +534,13 @@ class Job:
         if last:
             self._events.close()
 
-    async def _show_progress(self, address: str) -> None:
+    async def _show_progress(self) -> None:
         every_s = _LIVE_PROGRESS_S if self._screen.live else _PLAIN_PROGRESS_S
-        token, passes = self._run_dir.token(), Passes(self._run_dir.audit)
+        passes = Passes(self._run_dir.audit)
         while True:
             await asyncio.sleep(every_s)
             with contextlib.suppress(errors.JobNotFound):  # it does not answer just now
-                status = await asyncio.to_thread(client.status, address, token, every_s)
+                status = await asyncio.to_thread(client.status, self._run_dir, every_s)
                 self._screen.progress(status, passes.progress(status["epoch"], status["samples"]))
 
     # ---- tasks

@@ -80,6 +80,27 @@ class Relaunch:
         return state, [Start(min(delay_s, self.longest_delay_s))]
 
 
+@dataclass(frozen=True)
+class Succession:
+    """When a coordinator that ended is followed by another: at once, since training goes on only so long without one.
+    Those that end before they serve, or by themselves soon after, are followed later each time, and after `attempts`
+    of them in a row by none."""
+
+    attempts: int = 5
+    healthy_s: float = 10.0
+    first_delay_s: float = 0.1
+    in_vain: int = 0
+
+    def on_end(self, killed: bool, served_s: float | None) -> tuple[Succession, Start | GiveUp]:
+        """`served_s`: for how long it was seen to serve, None if it never was."""
+        if served_s is not None and (killed or served_s >= self.healthy_s):
+            return replace(self, in_vain=0), Start(0.0)
+        state = replace(self, in_vain=self.in_vain + 1)
+        if state.in_vain >= self.attempts:
+            return state, GiveUp(f"{counted(state.in_vain, 'coordinator')} in a row ended without serving")
+        return state, Start(self.first_delay_s * 2.0 ** (state.in_vain - 1))
+
+
 def default_restarts(target: int) -> int:
     """A large job may lose many workers at once, and that alone must not end it."""
     return max(10, 3 * target)

@@ -15,6 +15,11 @@ from shoal.data.progress import Progress
 from shoal.wording import clock, counted, rate
 
 _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red")
+_OF_THE_COORDINATOR = {
+    "restarted": "coordinator restarted",
+    "journal_lost": "the coordinator's journal is lost:",
+    "rebuilt": "membership rebuilt:",
+}
 
 
 def bar(fraction: float, width: int, plain: bool = False) -> Text:
@@ -78,6 +83,8 @@ def transition_line(event: Mapping[str, Any]) -> str | None:
         return f"checkpoint: {event['text']}"
     if event["event"] == "checkpoint_failed":
         return str(event["text"])
+    if event["event"] in _OF_THE_COORDINATOR:
+        return f"{_OF_THE_COORDINATOR[event['event']]} {event['text']}"
     if event["event"] == "scaled":
         return f"scaled: {event['text']}"
     return None

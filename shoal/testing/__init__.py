@@ -7,6 +7,9 @@ result = LocalJob("train.py", workers=3, plan=plan, directory=tmp_path / "run").
 assert result.exit_code == 0
 assert result.audit.clean
 assert len(set(result.digests.values())) == 1      # all workers ended with the same state
+
+The coordinator dies at a point of a decision with `FaultPlan().kill_coordinator(generation=2, during="journaled")`, or
+at any moment with `LocalJob.kill_coordinator()`; with `journal="deleted"`, its journal is lost too.
 """
 
 from shoal.testing.clock import Clock

@@ -21,9 +21,12 @@ from shoal.control.environment import WorkerEnvironment
 from shoal.control.rundir import RunDir
 
 if TYPE_CHECKING:
+    from shoal.control.coordinator import Coordinator
     from shoal.train.worker import Worker
 
 Action = Literal["kill", "stop", "slow", "fail", "leave", "join"]
+JournalFate = Literal["kept", "deleted", "overwritten"]
+COORDINATOR = "coordinator"  # in place of a worker's id; the step is a generation then
 
 
 class PlannedFailure(RuntimeError):
@@ -38,6 +41,7 @@ class Fault:
     during: str
     count: int = 1  # of workers, for a join
     seconds: float = 0.0  # for a slow one
+    journal: JournalFate = "kept"  # when the coordinator is killed
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,17 @@ class FaultPlan:
         """SIGTERM: the worker finishes its step and leaves."""
         return self._with(Fault("leave", worker_id, step, during))
 
+    def kill_coordinator(
+        self, generation: int | None = None, during: str = "journaled", journal: JournalFate = "kept"
+    ) -> FaultPlan:
+        """SIGKILL of the coordinator, the first time it passes that point once this generation is the newest; the
+        journal may be deleted or overwritten in the same moment. `metrics.COORDINATOR_POINTS` are the points."""
+        return self._with(Fault("kill", COORDINATOR, generation, during, journal=journal))
+
+    def stop_coordinator(self, generation: int | None = None, during: str = "returns") -> FaultPlan:
+        """SIGSTOP: it is there and does nothing."""
+        return self._with(Fault("stop", COORDINATOR, generation, during))
+
     def join(self, at_step: int, count: int = 1) -> FaultPlan:
         """The job is asked for `count` more workers."""
         return self._with(Fault("join", None, at_step, "forward", count))
@@ -103,14 +118,25 @@ class FaultPlan:
         return cls(tuple(Fault(**json.loads(line)) for line in recorded.read_text().splitlines()))
 
     def _with(self, fault: Fault) -> FaultPlan:
-        _check_point(fault.during)
+        _check_point(fault.during, metrics.COORDINATOR_POINTS if fault.worker_id == COORDINATOR else metrics.POINTS)
         return FaultPlan((*self.faults, fault), self.chaos_)
 
 
-def _check_point(point: str) -> None:
-    if point not in metrics.POINTS:
-        known = ", ".join(metrics.POINTS)
-        raise errors.SettingsContradict(f"there is no point {point!r} in a step: choose one of {known}")
+def _check_point(point: str, points: tuple[str, ...] = metrics.POINTS) -> None:
+    if point not in points:
+        raise errors.SettingsContradict(f"there is no point {point!r}: choose one of {', '.join(points)}")
+
+
+def lose_journal(run_dir: RunDir, fate: JournalFate) -> None:
+    """Whoever writes it must be stopped, or be the caller."""
+    if fate == "kept":
+        return
+    for log in ("-wal", "-shm"):
+        run_dir.journal.with_name(run_dir.journal.name + log).unlink(missing_ok=True)
+    if fate == "deleted":
+        run_dir.journal.unlink(missing_ok=True)
+    else:
+        run_dir.journal.write_bytes(b"no journal any more " * 500)
 
 
 def install(worker: Worker) -> None:
@@ -118,6 +144,36 @@ def install(worker: Worker) -> None:
     environment = WorkerEnvironment.from_env(os.environ)
     plan = FaultPlan.from_json(Path(environment.faults).read_text())
     metrics.arm(_Armed(worker, plan, RunDir(Path(environment.dir)).faults).at)
+
+
+def install_in_coordinator(coordinator: Coordinator) -> None:
+    """The same for the coordinator. What the record says has happened does not happen to the next one."""
+    environment = WorkerEnvironment.from_env(os.environ)
+    plan = FaultPlan.from_json(Path(environment.faults).read_text())
+    metrics.arm(_ArmedCoordinator(coordinator, plan).at)
+
+
+class _ArmedCoordinator:
+    def __init__(self, coordinator: Coordinator, plan: FaultPlan) -> None:
+        self._coordinator, self._run_dir = coordinator, coordinator.run_dir
+        record = coordinator.run_dir.faults
+        happened = FaultPlan.load(record).faults if record.exists() else ()
+        self._pending = [fault for fault in plan.faults if fault.worker_id == COORDINATOR and fault not in happened]
+
+    def at(self, point: str) -> None:
+        for fault in self._pending:
+            if fault.during == point and self._coordinator.generation >= (fault.step or 0):
+                self._pending.remove(fault)
+                _write_down(self._run_dir.faults, fault)
+                lose_journal(self._run_dir, fault.journal)
+                os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[fault.action])
+                return
+
+
+def _write_down(record: Path, happened: Fault) -> None:
+    fd = os.open(record, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.write(fd, (json.dumps(asdict(happened)) + "\n").encode())
+    os.close(fd)
 
 
 class _Armed:
@@ -143,10 +199,7 @@ class _Armed:
 
     def _act(self, fault: Fault, step: int) -> None:
         who = None if fault.action == "join" else self._worker.id
-        happened = replace(fault, worker_id=who, step=step)
-        fd = os.open(self._record, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        os.write(fd, (json.dumps(asdict(happened)) + "\n").encode())
-        os.close(fd)
+        _write_down(self._record, replace(fault, worker_id=who, step=step))
         if fault.action == "join":
             self._worker.scale(fault.count, relative=True)
         elif fault.action == "slow":

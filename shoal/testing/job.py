@@ -12,13 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from shoal import errors
 from shoal.control import client
-from shoal.control.environment import WorkerEnvironment
+from shoal.control.environment import COORDINATOR_PLUGIN, WorkerEnvironment
 from shoal.control.rundir import Committed, RunDir
 from shoal.data.audit import AuditReport, audit
 from shoal.metrics import read_events
-from shoal.testing.faults import FaultPlan
+from shoal.testing.faults import COORDINATOR, FaultPlan, JournalFate, lose_journal
 
 _POLL_S = 0.02
 
@@ -61,6 +63,7 @@ class LocalJob:
         self.directory = directory
         self._plan = plan
         self._process: subprocess.Popen[str] | None = None
+        self._killed: set[int] = set()  # coordinators
 
     def run(self, timeout_s: float = 120.0) -> JobResult:
         self.start()
@@ -86,6 +89,8 @@ class LocalJob:
             path = self.directory.with_name(self.directory.name + ".plan.json")
             path.write_text(self._plan.to_json())
             env |= WorkerEnvironment(plugin="shoal.testing.faults:install", faults=str(path.absolute())).to_env()
+            if any(fault.worker_id == COORDINATOR for fault in self._plan.faults):
+                env[COORDINATOR_PLUGIN] = "shoal.testing.faults:install_in_coordinator"
         self._process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     @property
@@ -123,21 +128,42 @@ class LocalJob:
     def status(self) -> dict[str, Any]:
         """What `shoal status --json` prints; empty while the coordinator does not answer yet."""
         try:
-            run_dir = RunDir.open(self.directory)
-            address = run_dir.address()
-            return client.status(address, run_dir.token()) if address else {}
+            return client.status(RunDir.open(self.directory))
         except errors.UserMistake:
             return {}
 
     def scale(self, target: int) -> None:
-        run_dir = RunDir.open(self.directory)
-        client.scale(run_dir.address() or "", run_dir.token(), target)
+        client.scale(RunDir.open(self.directory), target)
+
+    def stop(self) -> None:
+        """As `shoal stop` does."""
+        client.stop(RunDir.open(self.directory), "asked by a test")
+
+    def coordinator(self) -> int:
+        """The pid of the coordinator, waited for until it serves: its predecessor may have just been killed."""
+        found: list[int] = []
+
+        def serves() -> bool:
+            pid, serving = RunDir(self.directory).coordinator()
+            found[:] = [pid]
+            return serving and pid not in self._killed and psutil.pid_exists(pid)
+
+        self.wait_until(serves)
+        return found[0]
+
+    def kill_coordinator(self, journal: JournalFate = "kept") -> None:
+        """SIGKILL, at whatever instruction it is, and the journal deleted or overwritten in the same moment."""
+        pid = self.coordinator()
+        os.kill(pid, signal.SIGSTOP)  # nothing is written between the loss and the death
+        lose_journal(RunDir(self.directory), journal)
+        os.kill(pid, signal.SIGKILL)
+        self._killed.add(pid)
 
     def checkpoint(self) -> dict[str, Any]:
         """Ask for a checkpoint, as `shoal checkpoint` does; the event that tells of it."""
         run_dir = RunDir.open(self.directory)
         before = len(self.events("checkpointed"))
-        client.checkpoint(run_dir.address() or "", run_dir.token())
+        client.checkpoint(run_dir)
         self.wait_until(lambda: len(self.events("checkpointed")) > before)
         return self.events("checkpointed")[before]
 

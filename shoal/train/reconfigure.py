@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -35,10 +36,18 @@ class Parking:
     """One worker's way between generations."""
 
     def __init__(
-        self, client: Client, words: Words, notice: Notice, worker_id: str, slot: int, patience_s: float
+        self,
+        client: Client,
+        words: Words,
+        notice: Notice,
+        worker_id: str,
+        slot: int,
+        patience_s: float,
+        comes_back: Callable[[], bool],  # whether a coordinator that is away will be followed by another
     ) -> None:
         self._client, self._words, self._notice = client, words, notice
         self._worker_id, self._slot, self._patience_s = worker_id, slot, patience_s
+        self._comes_back = comes_back
 
     def enter(self, above: int) -> Group:
         """The group of the newest generation, which is above number `above`; waits while there is none, or too few
@@ -68,11 +77,13 @@ class Parking:
 
     def leave(self, number: int) -> None:
         """Having said that this worker leaves, acknowledge every generation that lists it until the coordinator says
-        Bye."""
+        Bye. While the coordinator is away, wait for the next one: whoever left unheard would be missed as dead."""
         while not self._client.dismissed:
             generation = self._client.wait_newer(number, self._patience_s)
             if generation is None:
-                return  # the coordinator is away, and this worker's part is done: nobody waits for it for ever
+                if self._comes_back():
+                    continue
+                return
             number = generation.number
             if generation.leaves(self._worker_id):
                 self._part(generation)
@@ -81,13 +92,14 @@ class Parking:
 
     def _part(self, generation: Generation) -> None:
         number = generation.number
-        while True:
+        while not self._client.dismissed:
             acknowledge(self._words, self._slot, number)
             self._client.parked(number)
             newer = self._client.wait_newer(number, self._patience_s)
-            if newer is None:
+            if newer is not None:
+                number = newer.number
+            elif not self._comes_back():
                 return
-            number = newer.number
 
 
 class Placement:

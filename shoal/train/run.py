@@ -39,7 +39,6 @@ def _run_launched(main: Callable[[Worker], None], environment: WorkerEnvironment
         environment.worker_id,
         environment.host,
         RunDir.open(environment.dir),
-        environment.address,
         Channel(channel),
         Timeouts(environment.budget_s),
         Placement(environment.threads, environment.pin),
@@ -60,8 +59,8 @@ def _run_alone(main: Callable[[Worker], None], environment: WorkerEnvironment) -
         print(f"shoal: one worker, run directory {run_dir.path}", file=sys.stderr)
         with run_dir.held():
             coordinator = EmbeddedCoordinator(run_dir, found(1, 1, 1))
-            address = coordinator.start()
-            worker = Worker("w0", socket.gethostname(), run_dir, address, OwnMemory(), Timeouts(), None, environment)
+            coordinator.start()
+            worker = Worker("w0", socket.gethostname(), run_dir, OwnMemory(), Timeouts(), None, environment)
             try:
                 _live(worker, main, environment.plugin)
                 if not worker.progress().seq:

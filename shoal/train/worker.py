@@ -81,13 +81,12 @@ class Worker:
     """Made by `shoal.run`; not by hand."""
 
     def __init__(
-        self, worker_id: str, host: str, run_dir: RunDir, address: str, memory: HostMemory, timeouts: Timeouts,
+        self, worker_id: str, host: str, run_dir: RunDir, memory: HostMemory, timeouts: Timeouts,
         placement: Placement | None, environment: WorkerEnvironment | None = None,
     ) -> None:  # fmt: skip
         """Without an environment, no checkpoints are taken."""
         self.id = worker_id
         self._run_dir = run_dir
-        self._address = address
         self._memory = memory
         self._timeouts = timeouts
         self._placement = placement
@@ -111,9 +110,11 @@ class Worker:
         self._dropped: tuple[int, int] | None = None  # (pass, epoch) that ended by being dropped
         self._split_is_new = True  # the loader has to be started again
         self._asked_in = False
-        self._client = Client(address, run_dir.token(), worker_id, host, timeouts, self.progress, self._notice.tell)
+        self._client = Client(run_dir, worker_id, host, timeouts, self.progress, self._notice.tell)
         self._slot = self._client.connect()
-        self._parking = Parking(self._client, self._words, self._notice, worker_id, self._slot, timeouts.budget_s)
+        self._parking = Parking(
+            self._client, self._words, self._notice, worker_id, self._slot, timeouts.budget_s, run_dir.runs
+        )
 
     # What a script asks.
 
@@ -127,7 +128,7 @@ class Worker:
 
     def _alone(self) -> bool:
         """Whether this worker, which is no member, has to do what rank 0 does: nobody else is there, or has been."""
-        state = status(self._address, self._run_dir.token())
+        state = status(self._run_dir, self._timeouts.command_s)
         others = [other for other in state["workers"] if other["worker_id"] != self.id and other["state"] != "parted"]
         nobody_comes = bool(self._words.commit) or state["target"] == 1
         return nobody_comes and not others and state["phase"] != "finishing"

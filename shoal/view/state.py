@@ -28,10 +28,8 @@ def name_of(run_dir: RunDir) -> str:
 
 def live(run_dir: RunDir, timeout_s: float = Timeouts().command_s) -> dict[str, Any]:
     """What the coordinator says; empty if none answers."""
-    address = run_dir.address()
-    if address is not None:
-        with contextlib.suppress(errors.JobNotFound):
-            return client.status(address, run_dir.token(), timeout_s)
+    with contextlib.suppress(errors.JobNotFound):
+        return client.status(run_dir, timeout_s)
     return {}
 
 

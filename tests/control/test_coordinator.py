@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import queue
+import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from shoal.control.rundir import RunDir
 from shoal.control.timeouts import Timeouts
 from shoal.errors import CoordinatorLost, JobNotFound, SettingsContradict, TokenRefused
 from shoal.metrics import read_events
+from shoal.testing.faults import JournalFate, lose_journal
 
 WAIT_S = 20.0
 QUICK = Timeouts(0.5)
@@ -40,19 +43,19 @@ class Job:
         self.address = self.server.start()
 
     def worker(self, worker_id: str, progress: Callable[[], Progress] = Progress) -> Worker:
-        worker = Worker(self.address, self.run_dir.token(), worker_id, progress)
+        worker = Worker(self.run_dir, worker_id, progress)
         self.clients.append(worker.client)
         worker.slot = worker.client.connect()
         return worker
 
     def launcher(self, live: dict[str, int]) -> Launcher:
-        launcher = Launcher(self.address, self.run_dir.token(), live)
+        launcher = Launcher(self.run_dir, live)
         self.clients.append(launcher.client)
         launcher.client.start()
         return launcher
 
     def status(self) -> dict[str, Any]:
-        return control.status(self.address, self.run_dir.token())
+        return control.status(self.run_dir)
 
     def kinds(self) -> list[str]:
         return [event["event"] for event in read_events(self.run_dir.events)]
@@ -64,11 +67,11 @@ class Job:
 
 
 class Worker:
-    def __init__(self, address: str, token: str, worker_id: str, progress: Callable[[], Progress]) -> None:
+    def __init__(self, run_dir: RunDir, worker_id: str, progress: Callable[[], Progress]) -> None:
         self.pushed: list[Generation] = []
         self.slot = -1
         timeouts = Timeouts(0.5, beat_s=0.05)
-        self.client = Client(address, token, worker_id, "here", timeouts, progress, self.pushed.append)
+        self.client = Client(run_dir, worker_id, "here", timeouts, progress, self.pushed.append)
 
     def told_bye(self) -> bool:
         self.client.wait_newer(1 << 62, WAIT_S)
@@ -81,19 +84,18 @@ class Worker:
 
 
 class Launcher:
-    def __init__(self, address: str, token: str, live: dict[str, int]) -> None:
+    def __init__(self, run_dir: RunDir, live: dict[str, int]) -> None:
         self.heard: queue.Queue[tuple[Any, ...]] = queue.Queue()
         self.client = LauncherClient(
-            address,
-            token,
+            run_dir,
             "here",
             QUICK,
             live.items,
-            on_target=lambda n, finishing: self.heard.put(("target", n, finishing)),
+            on_target=lambda told: self.heard.put(("target", told.target, told.finishing)),
             on_fence=lambda worker_id: self.heard.put(("fence", worker_id)),
             on_probe=lambda worker_id: self.heard.put(("probe", worker_id)),
             on_excuse=lambda worker_id: self.heard.put(("excuse", worker_id)),
-            on_stop=lambda reason, failed, kind: self.heard.put(("stop", reason, failed, kind)),
+            on_stop=lambda stop: self.heard.put(("stop", stop.reason, stop.failed, stop.kind)),
         )
 
     def hear(self, kind: str) -> tuple[Any, ...]:
@@ -151,16 +153,19 @@ def test_a_leaver_gets_bye_only_after_it_parked_in_the_newest_generation(make_jo
 
 def test_a_wrong_token_is_refused_for_workers_and_commands(make_job: Callable[..., Job]) -> None:
     job = make_job()
-    worker = Worker(job.address, "guess", "w0", Progress)
+    job.run_dir.token_file.write_text("guess")
+    worker = Worker(job.run_dir, "w0", Progress)
     job.clients.append(worker.client)
     with pytest.raises(TokenRefused, match="run directory"):
         worker.client.connect()
     with pytest.raises(TokenRefused):
-        control.status(job.address, "guess")
+        control.status(job.run_dir)
 
 
-def test_a_worker_that_finds_no_coordinator_gives_up_after_the_join_timeout() -> None:
-    worker = Client("127.0.0.1:9", "t", "w0", "here", Timeouts(0.5, join_s=0.5), Progress, print)
+def test_a_worker_that_finds_no_coordinator_gives_up_after_the_join_timeout(tmp_path: Path) -> None:
+    run_dir = RunDir.create(tmp_path / "run", {})
+    run_dir.write_address("127.0.0.1:9")
+    worker = Client(run_dir, "w0", "here", Timeouts(0.5, join_s=0.5), Progress, print)
     with pytest.raises(CoordinatorLost, match=r"0\.5 s"):
         worker.connect()
     worker.close()
@@ -247,8 +252,8 @@ def test_scaling_down_drains_the_newest_and_out_of_range_is_an_error(make_job: C
     second.client.ready()
     first.newer(0)
     with pytest.raises(SettingsContradict, match="cannot scale to 9"):
-        control.scale(job.address, job.run_dir.token(), 9)
-    assert control.scale(job.address, job.run_dir.token(), -1, relative=True)["target"] == 1
+        control.scale(job.run_dir, 9)
+    assert control.scale(job.run_dir, 1)["target"] == 1
     assert launcher.hear("target") == ("target", 1, False)
     assert launcher.hear("excuse") == ("excuse", "w1")
     assert ids(second.newer(1).leavers) == ["w1"]
@@ -283,7 +288,7 @@ def test_a_newcomer_that_the_job_has_no_room_for_is_refused_and_the_job_goes_on(
     first = job.worker("w0")
     first.client.ready()
     first.newer(0)
-    control.scale(job.address, job.run_dir.token(), 2)
+    control.scale(job.run_dir, 2)
     second = job.worker("w1")
     second.client.failed("OutOfSharedMemory", "no room", "")
     assert launcher.hear("excuse") == ("excuse", "w1")
@@ -365,7 +370,7 @@ def test_stop_drains_every_worker(make_job: Callable[..., Job]) -> None:
     first.client.ready()
     second.client.ready()
     first.newer(0)
-    assert control.stop(job.address, job.run_dir.token(), "asked by a test")["phase"] == "stopping"
+    assert control.stop(job.run_dir, "asked by a test")["phase"] == "stopping"
     generation = first.newer(1)
     assert (generation.members, ids(generation.leavers), generation.paused) == ((), ["w0", "w1"], False)
 
@@ -373,7 +378,7 @@ def test_stop_drains_every_worker(make_job: Callable[..., Job]) -> None:
 def test_a_command_to_a_job_that_ended_says_so(make_job: Callable[..., Job]) -> None:
     job = make_job()
     job.server.stop()
-    with pytest.raises(JobNotFound, match="no job answers"):
+    with pytest.raises(JobNotFound, match="does not run"):
         job.status()
 
 
@@ -403,7 +408,7 @@ def test_a_launcher_that_reconnects_tells_of_a_death_once_and_how_it_ended(make_
 
 def test_a_worker_of_another_version_is_refused(make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
     job = make_job()
-    worker = Worker(job.address, job.run_dir.token(), "w0", Progress)
+    worker = Worker(job.run_dir, "w0", Progress)
     job.clients.append(worker.client)
     join = worker.client._join
 
@@ -431,3 +436,154 @@ def test_a_coordinator_that_cannot_write_its_journal_tells_nobody_and_ends(
     job.server._thread.join(WAIT_S)
     assert not job.server._thread.is_alive()
     assert not worker.client.dismissed
+
+
+def test_a_coordinator_whose_port_was_taken_is_found_at_another(make_job: Callable[..., Job]) -> None:
+    job = make_job()
+    launcher = job.launcher({"w0": 1, "w1": 2})
+    launcher.hear("target")
+    first, second = job.worker("w0"), job.worker("w1")
+    first.client.ready()
+    second.client.ready()
+    first.newer(0)
+    before = job.address
+    job.server.stop()
+    with socket.create_server(("127.0.0.1", int(before.rpartition(":")[2]))):
+        job.bring_up()
+        assert job.address != before
+        assert launcher.hear("target") == ("target", 2, False)
+        launcher.client.gone("w1", "signal 9")
+        assert first.newer(1).fault
+        assert job.status()["generation"] == 2
+
+
+def test_a_command_waits_for_a_coordinator_that_is_on_its_way_back(
+    make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job()
+    tried = threading.Event()
+    ask = control._ask
+
+    def ask_and_tell(*arguments: Any) -> dict[str, Any]:
+        try:
+            return ask(*arguments)
+        finally:
+            tried.set()
+
+    monkeypatch.setattr(control, "_ask", ask_and_tell)
+    job.server.stop()
+    with job.run_dir.held(), ThreadPoolExecutor() as pool:
+        assert job.run_dir.runs()
+        answer = pool.submit(control.status, job.run_dir, WAIT_S)
+        assert tried.wait(WAIT_S), "it was asked while there was no coordinator"
+        job.bring_up()
+        assert answer.result(WAIT_S)["phase"] == "starting"
+    assert not job.run_dir.runs()
+
+
+@pytest.mark.parametrize("journal", ["deleted", "overwritten"])
+def test_without_a_journal_what_workers_and_launcher_say_suffices(
+    make_job: Callable[..., Job], journal: JournalFate
+) -> None:
+    job = make_job(sizes={"target": 3})
+    live = {"w0": 1, "w1": 2, "w2": 3}
+    launcher = job.launcher(live)
+    launcher.hear("target")
+    workers = [job.worker(worker_id) for worker_id in live]
+    for worker in workers:
+        worker.client.ready()
+    first, second, third = workers
+    third.newer(0)
+    third.client.leave()
+    assert first.newer(1).number == third.newer(1).number == 2
+    job.server.stop()
+    lose_journal(job.run_dir, journal)
+    second.client.close()
+    del live["w1"]
+    launcher.client.gone("w1", "signal 9")
+    job.bring_up()
+    generation = first.newer(2)
+    assert (generation.number, ids(generation.members), ids(generation.leavers)) == (3, ["w0"], ["w2"])
+    assert generation.fault
+    third.newer(2)
+    third.client.parked(3)
+    assert third.told_bye()
+    kinds = job.kinds()
+    assert kinds.index("journal_lost") < kinds.index("rebuilt") < kinds.index("lost")
+    assert kinds.count("joined") == 3
+    assert {worker["worker_id"]: worker["slot"] for worker in job.status()["workers"]} == {"w0": 0, "w2": 2}
+    assert (job.run_dir.path / "journal.damaged-1").exists() == (journal == "overwritten")
+
+
+def test_without_a_journal_nothing_is_decided_until_everyone_has_come_back(make_job: Callable[..., Job]) -> None:
+    job = make_job()
+    live = {"w0": 1, "w1": 2}
+    launcher = job.launcher(live)
+    launcher.hear("target")
+    first, second = job.worker("w0"), job.worker("w1")
+    first.client.ready()
+    second.client.ready()
+    first.newer(0)
+    second.client.close()
+    job.server.stop()
+    lose_journal(job.run_dir, "deleted")
+    job.bring_up()  # its budget is a minute
+    first.client.leave()
+    assert first.client.wait_newer(1, 0.5) is None, "w1 lives, and has not said what it knows"
+    launcher.client.gone("w1", "signal 9")
+    generation = first.newer(1)
+    assert (generation.number, generation.fault, ids(generation.leavers)) == (2, True, ["w0"])
+
+
+def test_a_stop_in_progress_goes_on_after_the_coordinators_death(make_job: Callable[..., Job]) -> None:
+    job = make_job()
+    first, second = job.worker("w0"), job.worker("w1")
+    first.client.ready()
+    second.client.ready()
+    first.newer(0)
+    control.stop(job.run_dir, "asked by a test")
+    job.server.stop()
+    job.bring_up()
+    assert (job.status()["phase"], job.status()["reason"]) == ("stopping", "asked by a test")
+    launcher = job.launcher({"w0": 1, "w1": 2})
+    assert launcher.hear("stop") == ("stop", "asked by a test", False, "")
+    assert ids(first.newer(1).leavers) == ["w0", "w1"]
+
+
+def test_a_wish_that_a_killed_coordinator_has_not_acknowledged_counts_once(make_job: Callable[..., Job]) -> None:
+    job = make_job()
+    worker = job.worker("w0")
+    job.server.stop()
+    worker.client.scale(1, relative=True)
+    worker.client.scale(1, relative=True)
+    for _ in range(2):
+        job.bring_up()
+        launcher = job.launcher({"w0": 1})
+        while launcher.hear("target") != ("target", 4, False):
+            pass
+        launcher.client.close()
+        job.server.stop()
+    job.bring_up()
+    assert job.status()["target"] == 4
+
+
+def test_a_failure_that_only_the_launcher_still_knows_costs_the_job_the_newcomer_only(
+    make_job: Callable[..., Job],
+) -> None:
+    job = make_job(sizes={"target": 1})
+    live = {"w0": 1}
+    launcher = job.launcher(live)
+    first = job.worker("w0")
+    first.client.ready()
+    first.newer(0)
+    control.scale(job.run_dir, 2)
+    live["w1"] = 2
+    launcher.client.started("w1", 2)
+    job.worker("w1").client.close()
+    job.server.stop()
+    del live["w1"]
+    launcher.client.gone("w1", "exit status 1", ("OutOfSharedMemory", "no room"))
+    job.bring_up()
+    assert launcher.hear("excuse") == ("excuse", "w1")
+    status = job.status()
+    assert (status["phase"], status["target"]) == ("running", 1)

@@ -6,7 +6,7 @@ from shoal.control.environment import WorkerEnvironment
 
 
 def test_what_a_worker_is_told_survives_the_environment() -> None:
-    told = WorkerEnvironment("w3", "here", "/run", "127.0.0.1:1", 0.5, 7, 2, False, "module:function", "/plan.json")
+    told = WorkerEnvironment("w3", "here", "/run", 0.5, 7, 2, False, "module:function", "/plan.json")
     assert WorkerEnvironment.from_env({**os.environ, **told.to_env()}) == told
 
 

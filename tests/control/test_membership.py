@@ -261,7 +261,7 @@ def test_who_leaves_needs_no_replacement_and_a_launcher_that_is_back_hears_it_ag
 
 def test_a_job_that_fails_lets_everybody_go_without_finishing_the_step() -> None:
     script = running("w0", "w1")
-    script.feed(m.on_stop(script.membership, failed=True))
+    script.feed(m.on_stop(script.membership, m.Stop("w0 failed", failed=True)))
     generation = script.settle()
     assert generation is not None
     assert (generation.members, ids(generation.leavers), generation.fault) == ((), ["w0", "w1"], True)
@@ -612,6 +612,8 @@ def test_workers_that_are_leaving_do_not_count_when_more_are_asked_for() -> None
         membership, _ = m.on_join(membership, worker_id, "here", 0.0, launched=True)
         membership, _ = m.on_ready(membership, worker_id)
     membership, _ = m.settle(membership)
-    membership, _ = m.on_scale(membership, 1)
-    membership, instructions = m.on_scale(membership, 3)
-    assert m.SetTarget(5, finishing=False) in instructions  # two processes are on their way out
+    membership, shrinking = m.on_scale(membership, 1)
+    assert [each for each in shrinking if isinstance(each, Excuse)] == [Excuse("w2"), Excuse("w1")]
+    membership, growing = m.on_scale(membership, 3)
+    (target,) = (each for each in growing if isinstance(each, SetTarget))
+    assert (target.target, target.number) == (3, 2)  # beside those who are excused

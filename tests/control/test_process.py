@@ -37,9 +37,7 @@ def end(process: subprocess.Popen[str], number: signal.Signals) -> int:
 
 
 def join(run_dir: RunDir, worker_id: str) -> Client:
-    address = run_dir.address()
-    assert address is not None
-    client = Client(address, run_dir.token(), worker_id, "here", Timeouts(1.0), Progress, lambda generation: None)
+    client = Client(run_dir, worker_id, "here", Timeouts(1.0), Progress, lambda generation: None)
     client.connect()
     return client
 
@@ -69,9 +67,9 @@ def test_a_second_coordinator_on_a_served_directory_says_so_in_one_line(tmp_path
     command = [sys.executable, "-m", "shoal.control.coordinator", "--dir", str(run_dir.path)]
     second = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
     assert second.returncode == 1
-    assert "is another coordinator there?" in second.stderr
+    assert "another coordinator serves" in second.stderr
     assert "Traceback" not in second.stderr
-    assert control.status(run_dir.address() or "", run_dir.token())["phase"] == "starting"
+    assert control.status(run_dir)["phase"] == "starting"
     end(process, signal.SIGTERM)
 
 

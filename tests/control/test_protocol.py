@@ -20,7 +20,8 @@ def test_the_committed_description_is_that_of_the_proto_file(tmp_path: Path) -> 
 
 def test_a_generation_survives_the_wire() -> None:
     generation = Generation(7, (Member("w1", 3, "a"), Member("w0", 0, "b")), (Member("w2", 255, "a"),), True, True)
-    message = protocol.ToWorker.FromString(protocol.to_wire(generation).SerializeToString())
+    told = protocol.ToWorker(generation=protocol.to_wire(generation))
+    message = protocol.ToWorker.FromString(told.SerializeToString())
     kind, body = protocol.kind_of(message)
     assert kind == "generation"
     assert protocol.from_wire(body) == generation

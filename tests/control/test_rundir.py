@@ -75,3 +75,26 @@ def test_a_job_that_is_nowhere_is_not_found(tmp_path: Path, monkeypatch: pytest.
         rundir.find()
     with pytest.raises(JobNotFound, match="nobody"):
         rundir.find("nobody")
+
+
+def test_a_run_directory_has_one_coordinator_at_a_time_and_knows_whether_it_serves(tmp_path: Path) -> None:
+    run_dir = RunDir.create(tmp_path / "run", {})
+    assert run_dir.coordinator() == (0, False)
+    claim = run_dir.claim()
+    assert run_dir.coordinator() == (os.getpid(), False)
+    claim.write("serves")
+    assert run_dir.coordinator() == (os.getpid(), True)
+    with pytest.raises(RunDirUnusable, match="another coordinator"):
+        run_dir.claim()
+    claim.release()
+    run_dir.claim().release()
+    assert run_dir.coordinator() == (os.getpid(), False)
+
+
+def test_a_job_lives_as_long_as_its_launcher_holds_it(tmp_path: Path) -> None:
+    run_dir = RunDir.create(tmp_path / "run", {})
+    assert not run_dir.runs()
+    with run_dir.held():
+        assert run_dir.runs()
+        assert run_dir.runs(), "to look changes nothing"
+    assert not run_dir.runs()

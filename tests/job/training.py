@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ class Case:
     batchnorm: bool = False
     scheduler: bool = False
     loss: str = "mean"
+    pause_s: float = 0.0  # before each step, for a job that is to last
 
     def args(self) -> list[str]:
         return [json.dumps(asdict(self))]
@@ -135,6 +137,7 @@ def main(worker: shoal.Worker) -> None:
     for batch in worker.batches(
         tensors, global_batch=case.global_batch, epochs=case.epochs, num_workers=case.loader_workers
     ):
+        time.sleep(case.pause_s)
         worker.step(loss_of(case, net(batch.x), batch.y))
     torch.save({"state": net.state_dict(), "losses": losses}, out / f"{worker.id}.pt")
 

@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
-import pytest
 
 import shoal
 from shoal.launch import tail
@@ -320,23 +319,52 @@ def test_killed_launcher_leaves_nothing(tmp_path):
         until(lambda: ended(family))
 
 
-@pytest.mark.parametrize(
-    ("module", "line"),
-    [
-        ("shoal.control.coordinator", "shoal: CoordinatorLost: the coordinator ended with signal 9; see "),
-        ("shoal.launch.forkserver", "shoal: ForkServerLost: the fork server ended with signal 9; "),
-    ],
-)
-def test_death_of_a_process_the_job_needs_ends_it_with_one_line(tmp_path, module, line):
+def test_death_of_a_process_the_job_needs_ends_it_with_one_line(tmp_path):
     with running(tmp_path, WAITS, "-n", "2") as run:
         run.says("w0 | waiting")
         run.says("w1 | waiting")
         family = run.family()
-        run.helper(module).kill()
+        run.helper("shoal.launch.forkserver").kill()
         assert run.wait() == 1
-        assert run.last_line.startswith(line)
+        assert run.last_line.startswith("shoal: ForkServerLost: the fork server ended with signal 9; ")
         assert "Traceback" not in "".join(run.err)
         until(lambda: ended(family))
+
+
+def test_coordinators_that_cannot_serve_end_the_job_with_the_last_line_of_their_log(tmp_path):
+    with running(tmp_path, WAITS, "-n", "2") as run:
+        run.says("w0 | waiting")
+        run.says("w1 | waiting")
+        family = run.family()
+        helper = run.helper("shoal.control.coordinator")
+        helper.suspend()
+        (run.dir / "token").unlink()
+        helper.kill()
+        assert run.wait() == 1
+        assert run.last_line.startswith("shoal: CoordinatorLost: the coordinator ended with exit status 1: ")
+        assert "is not a run directory" in run.last_line
+        assert "Traceback" not in "".join(run.err)
+        until(lambda: ended(family))
+
+
+def test_scaling_down_and_up_again_starts_as_many_as_are_missing(tmp_path):
+    script = """
+        import signal, sys
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        print("waiting")
+        while True:
+            signal.pause()
+    """
+    with running(tmp_path, script, "-n", "2") as run:
+        run.says("w0 | waiting")
+        run.says("w1 | waiting")
+        run.command("scale", str(run.dir), "1")
+        run.command("scale", str(run.dir), "2")
+        run.says("w2 | waiting")
+        run.command("scale", str(run.dir), "3")
+        run.says("w3 | waiting")
+        state = json.loads(run.command("status", str(run.dir), "--json"))
+        assert {worker["worker_id"] for worker in state["workers"]} == {"w0", "w1", "w2", "w3"}
 
 
 def test_reader_that_goes_away_does_not_stop_the_job(tmp_path):

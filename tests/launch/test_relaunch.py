@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from shoal import errors
 from shoal.launch.launcher import Exit, Failure
-from shoal.launch.relaunch import GiveUp, Relaunch, Start, default_restarts, ends_job
+from shoal.launch.relaunch import GiveUp, Relaunch, Start, Succession, default_restarts, ends_job
 
 
 def fail(state: Relaunch, worker_id: str, lived_s: float, now: float) -> tuple[Relaunch, Start | GiveUp]:
@@ -110,3 +112,22 @@ def test_worker_that_is_excused_does_not_end_the_job_however_it_ends():
     for failure in (None, Failure("w3", "OutOfSharedMemory", "no room"), Failure("w3", "ScriptFailed", "bad")):
         assert ends_job(failed, failure, "stop") is not None
         assert ends_job(failed, failure, "stop", excused=True) is None
+
+
+def test_a_killed_coordinator_is_followed_at_once_however_often():
+    succession = Succession()
+    for _ in range(100):
+        succession, decision = succession.on_end(killed=True, served_s=0.0)
+        assert decision == Start(0.0)
+
+
+@pytest.mark.parametrize("served_s", [None, 0.5])
+def test_coordinators_that_end_by_themselves_are_followed_later_each_time_and_then_no_more(served_s):
+    succession, delays = Succession(attempts=4), []
+    for _ in range(3):
+        succession, decision = succession.on_end(killed=False, served_s=served_s)
+        delays.append(decision.delay_s)
+    assert delays == [0.1, 0.2, 0.4]
+    assert succession.on_end(killed=True, served_s=1.0) == (Succession(attempts=4), Start(0.0))
+    assert isinstance(succession.on_end(killed=False, served_s=served_s)[1], GiveUp)
+    assert isinstance(succession.on_end(killed=True, served_s=None)[1], GiveUp)
