@@ -7,7 +7,6 @@ have another port. gRPC is imported when the first stream is opened, not with th
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import math
@@ -195,6 +194,7 @@ class Client:
         progress: Callable[[], Progress],
         on_generation: Callable[[Generation], None],
     ) -> None:
+        self._run_dir = run_dir
         self._worker_id = worker_id
         self._host = host
         self._timeouts = timeouts
@@ -217,7 +217,7 @@ class Client:
         deadline = time.monotonic() + self._timeouts.join_s
         with self._news:
             while self._slot is None:
-                if self._link.token_refused.is_set():
+                if self._link.token_refused.is_set() and not self._run_dir.runs():  # see _command
                     raise TokenRefused(
                         f"{self._link.address} refused the token; use the one in the job's run directory"
                     )
@@ -454,8 +454,13 @@ def _command(run_dir: RunDir, request: Any, timeout_s: float) -> dict[str, Any]:
     while True:
         address = run_dir.address()
         if address is not None:
-            with contextlib.suppress(_Away):
+            try:
                 return _ask(address, run_dir.token(), request, max(0.0, deadline - time.monotonic()))
+            except TokenRefused:
+                if not run_dir.runs():
+                    raise  # else another job has the port for now: the next coordinator takes another
+            except _Away:
+                pass
         if not run_dir.runs():
             raise JobNotFound(f"{run_dir.path} does not run; shoal status says how it ended")
         if time.monotonic() >= deadline:

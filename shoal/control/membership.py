@@ -582,14 +582,16 @@ def rebuild(
     number: int,
     now: float,
 ) -> Outcome:
-    """The membership after the journal was lost: `founding` with what those who live say. `slots` and `number`, the
-    highest generation's, are what the event log knows: it speaks for those who say nothing.
+    """The membership after the journal was lost: `founding` with what those who live say. `slots`, in the order of
+    joining, and `number`, the highest generation's, are what the event log knows: it speaks for those who say nothing.
 
     The newest generation that anybody knows is in force. Who stands in it is what it says there; who stood in an older
     one and not in this was let go; all others have not been members yet. Feed the joins and rosters to the handlers
     afterwards, as after any restart: they bring the deaths.
     """
-    told = {report.worker_id: report for report in reports}
+    joined = {worker_id: place for place, worker_id in enumerate(slots)}
+    ordered = sorted(reports, key=lambda report: joined.get(report.worker_id, len(joined)))
+    told = {report.worker_id: report for report in ordered}
     rosters = list(rosters)
     known = [report.newest for report in told.values() if report.newest is not None]
     newest = max(known, key=lambda generation: generation.number, default=None)

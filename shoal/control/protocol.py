@@ -30,8 +30,14 @@ MAX_MESSAGE_BYTES = 1 << 20
 TRACEBACK_CHARS = 1 << 16
 
 _SIZES = [("grpc.max_send_message_length", MAX_MESSAGE_BYTES), ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
-# Each channel has its own connection: a shared one keeps the backoff of an attempt that failed before.
-CHANNEL_OPTIONS = [*_SIZES, ("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
+CHANNEL_OPTIONS = [
+    *_SIZES,
+    # Each channel has its own connection: a shared one keeps the backoff of an attempt that failed before.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),
+    # How long an attempt to connect may take: somebody who has the port now and says nothing must not hold us up.
+    ("grpc.min_reconnect_backoff_ms", 2000),
+]
 # Two coordinators must never share a port.
 SERVER_OPTIONS = [*_SIZES, ("grpc.so_reuseport", 0)]
 

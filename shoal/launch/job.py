@@ -114,7 +114,7 @@ class CoordinatorProcess:
                 start_new_session=True,  # Ctrl-C in the terminal reaches the launcher only, which drains
             )
         self._pidfd = os.pidfd_open(self._process.pid)
-        self._served_at: float | None = None
+        self._began_s = time.monotonic()
         self._hung = ""
         self.ended = asyncio.Event()
         asyncio.get_running_loop().add_reader(self._pidfd, self._on_end)
@@ -126,15 +126,12 @@ class CoordinatorProcess:
 
     @property
     def serves(self) -> bool:
-        """Whether it came to serve; from the first time this is asked and true on, it has served."""
-        if self._served_at is None and self._run_dir.coordinator() == (self._process.pid, True):
-            self._served_at = time.monotonic()
-        return self._served_at is not None
+        """Whether it came to serve, also when it has ended since; not any more once another has begun."""
+        return self._run_dir.coordinator() == (self._process.pid, True)
 
     @property
-    def served_s(self) -> float | None:
-        """For how long it was seen to serve; None if it never did."""
-        return time.monotonic() - self._served_at if self.serves and self._served_at is not None else None
+    def lived_s(self) -> float:
+        return time.monotonic() - self._began_s
 
     @property
     def killed(self) -> bool:
@@ -284,7 +281,7 @@ class Job:
         while True:
             ended = self._coordinator
             await ended.ended.wait()
-            self._succession, decision = self._succession.on_end(ended.killed, ended.served_s)
+            self._succession, decision = self._succession.on_end(ended.killed, ended.serves, ended.lived_s)
             if isinstance(decision, GiveUp):
                 return self._end(Ending(error=ended.lost()), grace_s=0.0)
             await asyncio.sleep(decision.delay_s)

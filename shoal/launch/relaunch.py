@@ -91,9 +91,8 @@ class Succession:
     first_delay_s: float = 0.1
     in_vain: int = 0
 
-    def on_end(self, killed: bool, served_s: float | None) -> tuple[Succession, Start | GiveUp]:
-        """`served_s`: for how long it was seen to serve, None if it never was."""
-        if served_s is not None and (killed or served_s >= self.healthy_s):
+    def on_end(self, killed: bool, served: bool, lived_s: float) -> tuple[Succession, Start | GiveUp]:
+        if served and (killed or lived_s >= self.healthy_s):
             return replace(self, in_vain=0), Start(0.0)
         state = replace(self, in_vain=self.in_vain + 1)
         if state.in_vain >= self.attempts:

@@ -452,6 +452,7 @@ def test_a_coordinator_whose_port_was_taken_is_found_at_another(make_job: Callab
         job.bring_up()
         assert job.address != before
         assert launcher.hear("target") == ("target", 2, False)
+        second.client.close()  # a dead process does not come back
         launcher.client.gone("w1", "signal 9")
         assert first.newer(1).fault
         assert job.status()["generation"] == 2

@@ -231,6 +231,13 @@ def test_what_only_the_launcher_has_heard_is_done_the_newest_leave_or_all() -> N
     assert (membership.stopping, membership.finishing) == (stopping, True)
 
 
+def test_founders_keep_their_order_whoever_comes_back_first() -> None:
+    _, reports = trio()
+    founders = [replace(report, newest=None) for report in reversed(reports)]
+    membership, _ = m.rebuild(FOUNDING, founders, [], {"w0": 0, "w1": 1, "w2": 2}, 0, 0.0)
+    assert [worker.worker_id for worker in membership.workers] == ["w0", "w1", "w2"]
+
+
 def test_a_silent_worker_keeps_the_slot_that_the_event_log_knows() -> None:
     _, reports = trio()
     roster = Roster("here", ("w0", "w1", "w2", "w4"), target=SetTarget(3, False))

@@ -41,6 +41,18 @@ def progress(job: LocalJob, steps: int = 20) -> None:
     job.wait_until(lambda: steps_fed(job) >= before + steps)
 
 
+def pid_of(job: LocalJob, rank: int) -> int:
+    """Of the member of that rank, once there is one."""
+    found: list[int] = []
+
+    def look() -> bool:
+        found[:] = [each["pid"] for each in job.status().get("workers", []) if each["rank"] == rank and each["pid"]]
+        return bool(found)
+
+    job.wait_until(look)
+    return found[0]
+
+
 def happened(job: LocalJob, kind: str, times: int = 1) -> Callable[[], bool]:
     return lambda: len(job.events(kind)) >= times
 
@@ -80,7 +92,7 @@ def test_steps_are_committed_while_there_is_no_coordinator(tmp_path: Path) -> No
 @pytest.mark.parametrize("journal", ["overwritten", pytest.param("kept", marks=pytest.mark.slow)])
 def test_a_worker_and_the_coordinator_die_together(tmp_path: Path, journal: JournalFate) -> None:
     job = endless(tmp_path, workers=3)
-    senior = next(each["pid"] for each in job.status()["workers"] if each["worker_id"] == "w0")
+    senior = pid_of(job, rank=0)
     job.kill_coordinator(journal)
     os.kill(senior, signal.SIGKILL)
     job.wait_until(lambda: any(event["members"] == ["w1", "w2", "w3"] for event in job.events("generation")))
@@ -212,9 +224,9 @@ def test_a_seeded_sweep_of_coordinator_kills(tmp_path: Path, workers: int) -> No
     for _ in range(21):
         progress(job, draw.randrange(1, 20))
         victim = draw.choice([None, None, draw.randrange(workers)])
-        pids = [] if victim is None else [each["pid"] for each in job.status()["workers"] if each["rank"] == victim]
+        pid = None if victim is None else pid_of(job, victim)
         job.kill_coordinator(draw.choice(["kept", "kept", "kept", "kept", "deleted", "overwritten"]))
-        for pid in pids:
+        if pid is not None:
             os.kill(pid, signal.SIGKILL)
     result = job.wait(600)
     check(case, result)

@@ -97,6 +97,7 @@ def loss_of(case: Case, outputs: torch.Tensor, targets: torch.Tensor) -> torch.T
 @functools.lru_cache(maxsize=4)
 def reference(case: Case) -> tuple[dict[str, torch.Tensor], list[float]]:
     """The state and the losses of one process that knows nothing of workers."""
+    torch.set_num_threads(1)  # the model is small, and the cores are somebody's
     tensors, net = data(case), model(case)
     stepped = optimizer(case, net)
     schedule = schedulers(case, stepped)

@@ -117,17 +117,18 @@ def test_worker_that_is_excused_does_not_end_the_job_however_it_ends():
 def test_a_killed_coordinator_is_followed_at_once_however_often():
     succession = Succession()
     for _ in range(100):
-        succession, decision = succession.on_end(killed=True, served_s=0.0)
+        succession, decision = succession.on_end(killed=True, served=True, lived_s=0.5)
         assert decision == Start(0.0)
 
 
-@pytest.mark.parametrize("served_s", [None, 0.5])
-def test_coordinators_that_end_by_themselves_are_followed_later_each_time_and_then_no_more(served_s):
+@pytest.mark.parametrize("served", [False, True])
+def test_coordinators_that_end_by_themselves_are_followed_later_each_time_and_then_no_more(served):
     succession, delays = Succession(attempts=4), []
     for _ in range(3):
-        succession, decision = succession.on_end(killed=False, served_s=served_s)
+        succession, decision = succession.on_end(killed=False, served=served, lived_s=0.5)
         delays.append(decision.delay_s)
     assert delays == [0.1, 0.2, 0.4]
-    assert succession.on_end(killed=True, served_s=1.0) == (Succession(attempts=4), Start(0.0))
-    assert isinstance(succession.on_end(killed=False, served_s=served_s)[1], GiveUp)
-    assert isinstance(succession.on_end(killed=True, served_s=None)[1], GiveUp)
+    assert succession.on_end(killed=True, served=True, lived_s=0.5) == (Succession(attempts=4), Start(0.0))
+    assert succession.on_end(killed=False, served=True, lived_s=3600.0)[1] == Start(0.0)
+    assert isinstance(succession.on_end(killed=False, served=served, lived_s=0.5)[1], GiveUp)
+    assert isinstance(succession.on_end(killed=True, served=False, lived_s=0.5)[1], GiveUp)
