@@ -769,8 +769,8 @@ _BadCommandLine: Any = next(base for base in typer.BadParameter.__mro__ if base.
 
 
 def _one_line(error: BaseException) -> str:
-    first, newline, example = str(error).partition("\n")  # some show a few lines of code, which stay as they are
-    text = " ".join(first.split()) + newline + example
+    first, start, rest = str(error).partition("\ndef ")  # an example of what is missing stays as it is
+    text = " ".join(first.split()) + start + rest
     return text if type(error) is errors.ShoalError else f"{type(error).__name__}: {text}"
 
 
