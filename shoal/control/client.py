@@ -15,8 +15,8 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shoal.control import protocol
@@ -36,6 +36,7 @@ class Progress:
     samples: int = 0
     loss: float = math.nan
     waiting_for: tuple[str, ...] = ()
+    seconds: Mapping[str, float] = field(default_factory=dict)  # of this worker's life so far, by category
 
 
 class Link:
@@ -284,6 +285,7 @@ class Client:
                 "samples": progress.samples,
                 "loss": progress.loss,
                 "waiting_for": progress.waiting_for,
+                "seconds": progress.seconds,
             }
         )
 

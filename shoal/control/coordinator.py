@@ -472,6 +472,7 @@ class Coordinator:
                     "state": worker.state.value,
                     "pid": self._pids.get(worker.worker_id),
                     "step": None if beat is None else beat.step,
+                    "seconds": {} if beat is None else dict(beat.seconds),
                     "suspect": worker.life.suspect,
                 }
             )

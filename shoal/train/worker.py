@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import random
 import signal
@@ -17,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from shoal import errors, metrics
+from shoal import errors, metrics, process
 from shoal.control.client import Client, Progress, status
 from shoal.control.rundir import RunDir
 from shoal.control.timeouts import Timeouts
@@ -27,6 +28,7 @@ from shoal.data.batches import Fetched, Loader, samples_in
 from shoal.data.ledger import Cursor, Pass
 from shoal.errors import Changed
 from shoal.metrics import fault_point
+from shoal.seconds import COMPUTE, EXCHANGE, INPUT, RECONFIGURE, Seconds
 from shoal.sync.allreduce import AllReduce
 from shoal.sync.group import Group, Notice
 from shoal.sync.memory import HostMemory
@@ -35,6 +37,7 @@ from shoal.sync.replica import Replica, Scheduler
 from shoal.sync.sync import Sync
 from shoal.sync.words import Words, seq_of
 from shoal.train.ballot import Attempt, Policy
+from shoal.train.metrics_file import MetricsFile
 from shoal.train.reconfigure import Leave, Parking, Placement, Reconfiguration
 from shoal.train.schedules import Schedule
 from shoal.train.step import Stepper, StepReport
@@ -44,6 +47,8 @@ OnEpoch = Callable[[int], None]
 
 
 OnReconfigure = Callable[[Reconfiguration], None]
+
+_log = logging.getLogger("shoal.worker")
 
 
 class Batch:
@@ -79,6 +84,7 @@ class Worker:
         placement: Placement | None,
     ) -> None:  # fmt: skip
         self.id = worker_id
+        self.seconds = Seconds(process.age_s())
         self._run_dir = run_dir
         self._address = address
         self._memory = memory
@@ -98,9 +104,12 @@ class Worker:
         self._dropped: tuple[int, int] | None = None  # (pass, epoch) that ended by being dropped
         self._split_is_new = True  # the loader has to be started again
         self._asked_in = False
-        self._client = Client(address, run_dir.token(), worker_id, host, timeouts, self.progress, self._notice.tell)
+        self._metrics = MetricsFile(run_dir.metrics / f"{worker_id}.jsonl", run_dir.settings()["created"])
+        self._client = Client(address, run_dir.token(), worker_id, host, timeouts, self._beat, self._notice.tell)
         self._slot = self._client.connect()
-        self._parking = Parking(self._client, self._words, self._notice, worker_id, self._slot, timeouts.budget_s)
+        self._parking = Parking(
+            self._client, self._words, self._notice, self.seconds, worker_id, self._slot, timeouts.budget_s
+        )
 
     # What a script asks.
 
@@ -236,9 +245,12 @@ class Worker:
                 self._stepper.gradients(loss, metrics, attempt, len(batch))
             if batch.fetched.micro + 1 < batch.fetched.micros:
                 return False
+            self.seconds.switch(EXCHANGE)
             return self._exchange(group, attempt)
         except Changed:
             return self._resume(group)
+        finally:
+            self.seconds.switch(COMPUTE)
 
     @contextlib.contextmanager
     def edit(self) -> Iterator[None]:
@@ -267,7 +279,8 @@ class Worker:
             try:
                 if group.changed:
                     raise Changed
-                planned = self._stepper.edit(group, self._record)
+                with self.seconds.during(EXCHANGE):
+                    planned = self._stepper.edit(group, self._record)
                 break
             except Changed:
                 self._reconfigure(attempted=group.seq + 1)
@@ -297,6 +310,7 @@ class Worker:
             pass_.check(self._group.size)
             self._split_is_new = True
             while True:
+                self.seconds.switch(INPUT)
                 if self._group.changed:
                     self._reconfigure(attempted=self._group.seq + 1 if self._attempt is not None else None)
                 if self._stepper is not None and self._stepper.fresh and self._stepper.newest_pass > pass_.index:
@@ -309,6 +323,9 @@ class Worker:
                 if fetched is None:
                     return
                 self._current = batch = self._open(pass_, fetched)
+                if self.seconds.starting:
+                    self.seconds.started()
+                self.seconds.switch(COMPUTE)
                 if not len(batch):
                     self.step(None)
                     continue
@@ -320,6 +337,8 @@ class Worker:
                     )
         finally:
             loader.close()
+            if not self.seconds.starting:
+                self.seconds.switch(COMPUTE)
 
     def _open(self, pass_: Pass, fetched: Fetched) -> Batch:
         assert self._group is not None
@@ -327,6 +346,7 @@ class Worker:
         if fetched.micro == 0 or self._attempt is None:
             lo, hi = ledger.split(fetched.batch, self._group.rank, self._group.size)
             self._attempt = Attempt(pass_.index, fetched.batch, lo, hi, time.perf_counter())
+            self.seconds.begin_attempt()
             self._sync.begin()
         self._attempt.ids.append(fetched.ids)
         # Randomness is a function of the step and of the place in its split: there is nothing to restore after a
@@ -343,6 +363,7 @@ class Worker:
         self._record = self._records.read(group.seq)
         if report is None:
             self._split_is_new = True
+            self.seconds.give_up()
         else:
             self._committed(self._pass, report)
         if planned and self._group is group:  # an edit in a callback may have moved on already
@@ -363,7 +384,10 @@ class Worker:
         return True
 
     def _committed(self, pass_: Pass, report: StepReport) -> None:
+        self.seconds.switch(COMPUTE)  # what follows is the user's
         self._step_schedulers(self._each_step)
+        if report.rank == 0:
+            self._metrics.step(report)
         if self._on_step is not None:
             self._on_step(report)
         if self._epoch_ended(pass_):
@@ -437,15 +461,27 @@ class Worker:
         """Enter the next generation. `attempted`: the commit this worker worked towards, which may have happened."""
         assert self._group is not None
         began_s = time.perf_counter()
+        was = self.seconds.switch(RECONFIGURE)
+        trained = self._attempt is not None
         self._attempt = self._current = None
         self._enter(above=self._group.generation.number)
+        redone = attempted is not None and self._group.seq < attempted
+        redone_s, waited_s = self.seconds.give_up() if trained and redone else (0.0, 0.0)
+        change = Reconfiguration(
+            generation=self.generation,
+            workers=tuple(member.worker_id for member in self._group.members),
+            rank=self.rank,
+            step=self._record.step,
+            redone=redone,
+            took_s=time.perf_counter() - began_s,
+            redone_s=redone_s,
+            waited_s=waited_s,
+        )
+        self._metrics.reconfigured(change)
+        _log.info("%s: %s", self.id, change)
         if self._on_reconfigure is not None:
-            workers = tuple(member.worker_id for member in self._group.members)
-            took_s = time.perf_counter() - began_s
-            redone = attempted is not None and self._group.seq < attempted
-            self._on_reconfigure(
-                Reconfiguration(self.generation, workers, self.rank, self._record.step, redone, took_s)
-            )
+            self._on_reconfigure(change)
+        self.seconds.switch(was)
 
     def _enter(self, above: int) -> bool:
         """Enter the newest generation with the state that is committed. Where there is none, commit the first one;
@@ -481,7 +517,13 @@ class Worker:
         waited_s = time.monotonic() - notice.awaited_since_s if notice.awaited is not None else 0.0
         waiting = (notice.awaited_id,) if waited_s > self._timeouts.beat_s else ()
         seq = self._group.seq if self._group else 0
-        return Progress(seq, record.step, record.epoch, record.samples, record.loss, waiting)
+        seconds = self.seconds.snapshot()
+        return Progress(seq, record.step, record.epoch, record.samples, record.loss, waiting, seconds)
+
+    def _beat(self) -> Progress:
+        progress = self.progress()
+        self._metrics.seconds(self.generation, progress.step, progress.seconds)
+        return progress
 
     def _in_loader(self) -> None:
         """First thing in a loader process: it answers to this worker only, and holds nothing of the job open."""
@@ -509,6 +551,7 @@ class Worker:
 
     def finish(self) -> None:
         """The script's main returned: leave for good, and tell what the state is."""
+        self.seconds.switch(RECONFIGURE)
         group, record = self._group, self._record
         seq = group.seq if group else self._seq
         digest = self._sync.digest(seq) if seq else ""
@@ -528,6 +571,7 @@ class Worker:
         if self._stepper is not None:
             self._audit.close()
         self._client.close()
+        self._metrics.close(self.generation, self._record.step, self.seconds.snapshot())
 
 
 def _check_loss(loss: object) -> None:
