@@ -358,6 +358,32 @@ def audit(job: JobArgument = None, as_json: JsonOption = False) -> int:
     return 0 if report.clean else 1
 
 
+@app.command(epilog="**Example** `shoal report runs/a --out a.html` — one file that needs no network")
+def report(
+    job: JobArgument = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where the page goes; report.html in the run directory.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Write a page about a job: step rate, where the time went, loss, and what every reconfiguration cost."""
+    from shoal.report import page, read
+
+    run_dir = rundir.find(job)
+    found = read.read(run_dir, _live_status(run_dir))
+    path = out or run_dir.path / "report.html"
+    try:
+        path.write_text(page.page(found), encoding="utf-8")
+    except OSError as problem:
+        raise errors.SettingsContradict(f"{path} cannot be written: {problem.strerror}; choose another --out") from None
+    if as_json:
+        print(json.dumps({"page": str(path), **page.figures(found)}))
+    else:
+        for line in (*page.summary(found), str(path)):
+            print(line)
+    return 0
+
+
 def _version(wanted: bool) -> None:
     if wanted:
         print(f"shoal {__version__}")

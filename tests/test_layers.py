@@ -13,12 +13,13 @@ import shoal
 
 ROOT = Path(shoal.__file__).parent
 LAYERS = [
-    ("errors", "metrics", "process"),
+    ("errors", "metrics", "process", "seconds"),
     ("data",),
     ("control",),
     ("sync",),
     ("train",),
     ("launch",),
+    ("report",),
     ("models",),
     ("testing",),
     ("bench",),
@@ -26,7 +27,8 @@ LAYERS = [
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 WITHOUT_TORCH = ["shoal", "shoal.cli", "shoal.control.coordinator", "shoal.data.ledger", "shoal.data.audit",
-                 "shoal.sync.memory", "shoal.sync.words", "shoal.launch.local", "shoal.testing"]  # fmt: skip
+                 "shoal.sync.memory", "shoal.sync.words", "shoal.launch.local", "shoal.testing",
+                 "shoal.report.page"]  # fmt: skip
 
 
 def layer_of(module: str) -> str | None:
