@@ -272,8 +272,9 @@ def _goodput(run: Run) -> str:
 
     rows = "".join(
         f'<tr><td class="w"><i style="background: var(--{_PARTS[name].color})"></i>{escape(_PARTS[name].name)}'
-        f'{" ✓" if name in GOOD else ""}<small>{escape(MEANING[name])}</small></td>'
-        f'<td class="n">{seconds[name] / total_s:.1%}</td><td class="n">{_seconds(seconds[name])}</td><td class="t m soft">{escape(MEANING[name])}</td></tr>'
+        f"{' ✓' if name in GOOD else ''}<small>{escape(MEANING[name])}</small></td>"
+        f'<td class="n">{seconds[name] / total_s:.1%}</td><td class="n">{_seconds(seconds[name])}</td>'
+        f'<td class="t m soft">{escape(MEANING[name])}</td></tr>'
         for name in names
         if seconds[name] or name in GOOD
     )

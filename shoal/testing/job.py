@@ -122,6 +122,11 @@ class LocalJob:
         run_dir = RunDir.open(self.directory)
         client.scale(run_dir.address() or "", run_dir.token(), target)
 
+    def stop(self) -> None:
+        """As `shoal stop` does; then `wait`."""
+        run_dir = RunDir.open(self.directory)
+        client.stop(run_dir.address() or "", run_dir.token(), "stopped by its test")
+
     def signal(self, worker_id: str, signum: int = signal.SIGKILL) -> None:
         """Send a worker a signal from outside, at whatever instruction it is."""
         pid = next(worker["pid"] for worker in self.status()["workers"] if worker["worker_id"] == worker_id)
