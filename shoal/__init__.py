@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -10,9 +11,13 @@ if TYPE_CHECKING:
     from shoal.sync.independent import Independent
     from shoal.train.run import run
     from shoal.train.schedules import LinearScaling, SqrtScaling
+    from shoal.train.tensorboard import TensorBoard
     from shoal.train.worker import Worker
 
 __version__ = "0.1.0"
+
+# What shoal logs is shown where the user's own logging says so, and nowhere else.
+logging.getLogger("shoal").addHandler(logging.NullHandler())
 
 # Loaded on first use: the command line must not pay for the import of torch.
 _HOMES = {
@@ -20,11 +25,12 @@ _HOMES = {
     "Independent": "shoal.sync.independent",
     "LinearScaling": "shoal.train.schedules",
     "SqrtScaling": "shoal.train.schedules",
+    "TensorBoard": "shoal.train.tensorboard",
     "Worker": "shoal.train.worker",
     "run": "shoal.train.run",
 }
 
-__all__ = ["AllReduce", "Independent", "LinearScaling", "SqrtScaling", "Worker", "run"]
+__all__ = ["AllReduce", "Independent", "LinearScaling", "SqrtScaling", "TensorBoard", "Worker", "run"]
 
 
 def __getattr__(name: str) -> Any:

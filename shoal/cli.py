@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shoal import __version__, errors
-from shoal.control import client, rundir
+from shoal.control import client, prometheus, rundir
 from shoal.control.environment import WorkerEnvironment
 from shoal.control.membership import counted
 from shoal.control.rundir import Committed, RunDir
@@ -131,6 +131,12 @@ def run(
         int | None, typer.Option(help="torch threads of a worker; its share of the cores if left out.")
     ] = None,
     pin: Annotated[bool, typer.Option("--pin/--no-pin", help="Give each worker cores of its own.")] = True,
+    metrics_port: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[HOST:]PORT", help="Serve figures for Prometheus there, on loopback if no host is named."
+        ),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Errors and the summary only.")] = False,
 ) -> int:
     """Train with a script on this machine, while workers come and go."""
@@ -146,6 +152,8 @@ def run(
     if backoff < 0:
         raise errors.SettingsContradict(f"--backoff {backoff:g} is below 0; 0 replaces a dead worker at once")
     relaunch = Relaunch(budget, first_delay_s=backoff)
+    if metrics_port is not None:
+        prometheus.check_free(*prometheus.parse_address(metrics_port))
     check_script(script)
     script = script.absolute()
     settings = {
@@ -161,6 +169,7 @@ def run(
         "memory_bytes": memory_bytes,
         "threads": threads,
         "pin": pin,
+        "metrics_port": metrics_port,
         "version": __version__,
     }
     run_dir = RunDir.create(directory, settings) if directory else rundir.create_default(script, settings)
@@ -299,6 +308,7 @@ def _status(run_dir: RunDir) -> dict[str, Any]:
         "workers": [],
         **asdict(committed),
         "rate": 0.0,
+        "metrics": {},
         **{name: settings.get(name) for name in ("target", "min", "max")},
     }
 

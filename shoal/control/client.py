@@ -37,6 +37,7 @@ class Progress:
     loss: float = math.nan
     waiting_for: tuple[str, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)  # of this worker's life so far, by category
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of the newest step
 
 
 class Link:
@@ -286,6 +287,7 @@ class Client:
                 "loss": progress.loss,
                 "waiting_for": progress.waiting_for,
                 "seconds": progress.seconds,
+                "metrics": progress.metrics,
             }
         )
 

@@ -18,12 +18,12 @@ import signal
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Literal, get_args
 
 from shoal.control import membership as m
-from shoal.control import protocol
+from shoal.control import prometheus, protocol
 from shoal.control.journal import Journal
 from shoal.control.membership import Instruction, Membership, Outcome, State
 from shoal.control.protocol import CommandReply, CommandRequest, FromLauncher, FromWorker, ToLauncher, ToWorker
@@ -75,6 +75,7 @@ class Coordinator:
         self._token = run_dir.token()
         self._journal = Journal(run_dir.journal)
         self._events = EventLog(run_dir.events)
+        self._counts: Counter[str] = Counter()
         self._membership = self._journal.load(clock()) or membership
         self._inbox: list[Event] = []
         self._workers: dict[str, Outbox] = {}
@@ -116,7 +117,20 @@ class Coordinator:
         address = f"127.0.0.1:{port}"
         self._run_dir.write_address(address)
         self._ticker = asyncio.create_task(self._tick())
+        await self._serve_metrics()
         return address
+
+    async def _serve_metrics(self) -> None:
+        """For Prometheus, where the job was started with a port for it."""
+        self._metrics: asyncio.Server | None = None
+        if (at := self._run_dir.settings().get("metrics_port")) is not None:
+            host, port = prometheus.parse_address(at)
+            try:
+                self._metrics = await prometheus.serve(
+                    host, port, lambda: prometheus.exposition(self.status(), self._counts)
+                )
+            except OSError as problem:
+                raise ShoalError(f"cannot serve metrics at {host}:{port}: {problem.strerror}") from None
 
     async def serve(self, serving: Callable[[str], None] | None = None) -> None:
         """Run until `request_stop`; `serving` is called with the address once it answers. Raises what broke it."""
@@ -136,6 +150,8 @@ class Coordinator:
         self._ticker.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._ticker
+        if self._metrics is not None:
+            self._metrics.close()
         await self._server.stop(grace=None)
         self._journal.close()
         self._events.close()
@@ -420,6 +436,7 @@ class Coordinator:
             self._tell_launchers(self._stop_message)
 
     def _event(self, kind: str, **fields: Any) -> None:
+        self._counts[kind] += 1
         self._events.write(self._wall(), kind, **fields)
         if kind != "generation":
             _log.info("%s %s %s", kind, fields.get("worker_id", ""), fields.get("text", ""))
@@ -488,6 +505,7 @@ class Coordinator:
             "samples": self._samples[-1][1] if self._samples else 0,
             "rate": self._rate(),
             "loss": finite(front.loss) if self._beats else None,
+            "metrics": {name: value for name, value in front.metrics.items() if finite(value) is not None},
             "target": membership.target,
             "min": membership.min_size,
             "max": membership.max_size,

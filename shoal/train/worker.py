@@ -95,6 +95,7 @@ class Worker:
         self._records = Records(self._words.record)
         self._group: Group | None = None
         self._record = Record()
+        self._averages: dict[str, float] = {}  # the metrics of the newest step
         self._seq = 0  # of the commit this worker looked at without joining
         self._stepper: Stepper | None = None
         self._attempt: Attempt | None = None
@@ -386,6 +387,7 @@ class Worker:
     def _committed(self, pass_: Pass, report: StepReport) -> None:
         self.seconds.switch(COMPUTE)  # what follows is the user's
         self._step_schedulers(self._each_step)
+        self._averages = report.metrics
         if report.rank == 0:
             self._metrics.step(report)
         if self._on_step is not None:
@@ -518,7 +520,7 @@ class Worker:
         waiting = (notice.awaited_id,) if waited_s > self._timeouts.beat_s else ()
         seq = self._group.seq if self._group else 0
         seconds = self.seconds.snapshot()
-        return Progress(seq, record.step, record.epoch, record.samples, record.loss, waiting, seconds)
+        return Progress(seq, record.step, record.epoch, record.samples, record.loss, waiting, seconds, self._averages)
 
     def _beat(self) -> Progress:
         progress = self.progress()
