@@ -16,11 +16,10 @@ from shoal.report.plots import Bar, Line, Marker, Part
 from shoal.report.read import Change, Run
 from shoal.seconds import GOOD, MEANING
 
-_WIDTHS = {"wide": 960, "narrow": 328}
-_BINS = {"wide": 240, "narrow": 80}
+_WIDTHS = {"wide": 960, "middle": 640, "narrow": 328}  # pixels
+_BINS = {"wide": 240, "middle": 160, "narrow": 80}
 _WORKERS_SHOWN = 64
 _EVENTS_SHOWN = 1000
-_POINTS_SHOWN = 1500
 
 # Plain words for the categories of `shoal.seconds`, and their colors.
 _PARTS = {
@@ -34,6 +33,7 @@ _PARTS = {
     "checkpoint": Part("checkpoints", "brown"),
 }
 _MARKED = {"lost": "red", "joined": "green", "left": "gray", "other": "violet"}
+_ROWS = {kind: row for row, kind in enumerate(_MARKED)}
 _MARK_WORDS = {"lost": "killed or lost", "joined": "joined", "left": "left", "other": "other changes"}
 _ENDINGS = {
     "running": "still running",
@@ -68,12 +68,12 @@ tr:last-child td { border-bottom: 0; }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 td.t { min-width: 150px; }
 td.w { white-space: nowrap; }
-@media (max-width: 700px) { td.w { min-width: 170px; } }
+@media (max-width: 688px) { td.w { white-space: normal; } }
 summary { cursor: pointer; font-weight: 600; margin: 36px 0 8px; font-size: 17px; }
-.narrow, td small { display: none; }
+.middle, .narrow, td small { display: none; }
 .narrow svg { width: 100%; height: auto; max-width: 460px; }
-@media (max-width: 1000px) { .wide { overflow-x: auto; } }
-@media (max-width: 700px) { .wide { display: none; } .narrow { display: block; }
+@media (max-width: 1008px) { .wide { display: none; } .middle { display: block; } }
+@media (max-width: 688px) { .middle { display: none; } .narrow { display: block; }
   main { padding: 16px 16px 40px; } h1 { font-size: 20px; }
   td.m, th.m { display: none; } td small { display: block; color: var(--soft); white-space: normal; }
   .cards { grid-template-columns: 1fr 1fr; } .card b { font-size: 18px; } th, td { padding: 5px 9px; } }
@@ -191,8 +191,8 @@ def _cards(run: Run) -> str:
     return f'<div class="cards">{shown}</div>'
 
 
-def _both(make: Callable[[str, int], str]) -> str:
-    """One plot in the two widths that a page has."""
+def _in_widths(make: Callable[[str, int], str]) -> str:
+    """One plot in each of the widths that a page has."""
     return "".join(f'<div class="{name}">{make(name, width)}</div>' for name, width in _WIDTHS.items())
 
 
@@ -206,10 +206,8 @@ def _over_time(run: Run) -> str:
         return (time_s - run.began_s) / unit_s
 
     x_range = (0.0, at(ended_s))
-    markers = [
-        Marker(at(time_s), f"{text}, {at(time_s):.2f} {unit}", _MARKED[kind]) for time_s, kind, text in _marks(run)
-    ]
-    used = [kind for kind in _MARKED if any(kind == one for _, one, _ in _marks(run))]
+    markers = [_marker(change, at(change.time_s), f"{at(change.time_s):.2f} {unit}") for change in run.changes]
+    used = [kind for kind in _MARKED if any(kind == _kind(change) for change in run.changes)]
     sizes = [(at(time_s), float(size)) for time_s, size in run.sizes]
     sizes.append((x_range[1], sizes[-1][1]))
 
@@ -227,13 +225,13 @@ def _over_time(run: Run) -> str:
         )  # fmt: skip
         return (upper or "<p>No step was committed.</p>") + lower
 
-    marks = plots.legend([(_MARK_WORDS[kind], _MARKED[kind]) for kind in used])
-    return f"<h2>Step rate and workers over time</h2>{marks}{_both(draw)}"
+    words = plots.legend([(_MARK_WORDS[kind], _MARKED[kind]) for kind in used])
+    return f"<h2>Step rate and workers over time</h2>{words}{_in_widths(draw)}"
 
 
-def _marks(run: Run) -> list[tuple[float, str, str]]:
-    """Moments at which the group changed: when, of which kind, and what to say."""
-    return [(change.time_s, _kind(change), f"{change.cause}: {_sizes(change)}") for change in run.changes]
+def _marker(change: Change, x: float, when: str) -> Marker:
+    kind = _kind(change)
+    return Marker(x, f"{change.cause}: {_sizes(change)}, {when}", _MARKED[kind], _ROWS[kind])
 
 
 def _kind(change: Change) -> str:
@@ -283,10 +281,10 @@ def _goodput(run: Run) -> str:
     return (
         f"<h2>Where the time went: goodput {run.goodput:.1%}</h2>"
         f'<p class="soft">Every second of every worker, {_seconds(total_s)} together; ✓ counts as goodput.</p>'
-        f"{_both(whole)}"
+        f"{_in_widths(whole)}"
         f'<div class="box" style="margin-top: 10px"><table><tr><th>what</th><th class="n">share</th>'
         f'<th class="n">time</th><th class="m">meaning</th></tr>{rows}</table></div>'
-        f"<h3>Each worker</h3>{_both(each)}{left_out}"
+        f"<h3>Each worker</h3>{_in_widths(each)}{left_out}"
     )
 
 
@@ -306,14 +304,14 @@ def _losses(run: Run) -> str:
     if len({rate for _, rate in rates}) > 1:
         series.append(("learning rate", rates, "green"))
     markers = [
-        Marker(float(change.step), f"{change.cause}: {_sizes(change)}, step {change.step}", _MARKED[_kind(change)])
+        _marker(change, float(change.step), f"step {change.step:,}")
         for change in run.changes
         if change.step is not None
     ]
 
-    def draw(name: str, width: int) -> str:
+    def draw(_: str, width: int) -> str:
         charts = [
-            plots.chart([Line(what, _thinned(points, _POINTS_SHOWN if name == "wide" else 400), color)],
+            plots.chart([Line(what, _thinned(points, width), color)],
                         x_label="step", y_label=what, markers=markers, width=width, height=210)
             for what, points, color in series
         ]  # fmt: skip
@@ -321,7 +319,7 @@ def _losses(run: Run) -> str:
 
     many = max(line.steps for line in run.lines)
     means = f'<p class="soft">A point is the mean of up to {counted(many, "step")}.</p>' if many > 1 else ""
-    return f"<h2>Loss and metrics</h2>{means}{_both(draw)}"
+    return f"<h2>Loss and metrics</h2>{means}{_in_widths(draw)}"
 
 
 def _thinned(points: Sequence[tuple[float, float]], at_most: int) -> list[tuple[float, float]]:
@@ -389,7 +387,7 @@ def _events(run: Run) -> str:
 
 def _seconds(value_s: float) -> str:
     """A length of time for a person: 12 ms, 3.45 s, 12 min 5 s, 3 h 20 min."""
-    if 0 < abs(value_s) < 1:
+    if abs(value_s) < 1:
         return f"{value_s * 1e3:.3g} ms"
     if value_s < 120:
         return f"{value_s:.2f} s" if value_s < 10 else f"{value_s:.1f} s"

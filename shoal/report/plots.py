@@ -19,7 +19,7 @@ STYLE = """
 @media (prefers-color-scheme: dark) { :root { --paper: #12161d; --panel: #1b212b; --ink: #e6eaf0; --soft: #9aa6b6;
   --grid: #2d3644; --blue: #68a2f5; --teal: #3fc0b8; --gray: #7d8897; --amber: #e3b04c; --violet: #b08cec;
   --red: #f07070; --silver: #4d596a; --brown: #c2976a; --green: #5cc481; --pink: #ea83b8; } }
-svg.plot { display: block; max-width: 100%; font: 12px system-ui, sans-serif; }
+svg.plot { display: block; max-width: 100%; height: auto; font: 12px system-ui, sans-serif; }
 svg.plot text { fill: var(--soft); }
 svg.plot text.strong { fill: var(--ink); font-weight: 600; }
 svg.plot .grid { stroke: var(--grid); stroke-width: 1; }
@@ -40,11 +40,13 @@ class Line:
 
 @dataclass(frozen=True)
 class Marker:
-    """A moment on the x axis: a thin line through the plot, with a text to hover over."""
+    """A moment on the x axis: a thin line through the plot with a dot, and a text to hover over. Dots of moments that
+    may be close together are told apart by their row, from the top."""
 
     x: float
     text: str
     color: str = "gray"
+    row: int = 0
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ def chart(
             out.append(
                 f'<g><title>{escape(marker.text)}</title><path d="M{at:.1f} {top:.1f}V{bottom:.1f}" '
                 f'stroke="var(--{marker.color})" stroke-width="1.5" stroke-dasharray="3 3"/>'
-                f'<circle cx="{at:.1f}" cy="{top:.1f}" r="4" fill="var(--{marker.color})"/>'
+                f'<circle cx="{at:.1f}" cy="{top + 10 * marker.row:.1f}" r="4" fill="var(--{marker.color})"/>'
                 f'<path d="M{at:.1f} {top:.1f}V{bottom:.1f}" stroke="transparent" stroke-width="9"/></g>'
             )
     for line in lines:
@@ -130,7 +132,8 @@ def stacked_bars(
     longest = max((sum(bar.parts) for bar in bars), default=0.0) or 1.0
     named = any(bar.name for bar in bars)
     left = 12 + 1.1 * _CHAR * max(len(bar.name) for bar in bars) if named else 1.0
-    notes = max(len(bar.note) for bar in bars)
+    room = max(16, int(0.3 * width / _CHAR))  # characters of a note
+    notes = min(room, max(len(bar.note) for bar in bars))
     right = width - (10 + _CHAR * notes if notes else 14.0)
     row, top = bar_height + 7, 2.0
     bottom = top + row * len(bars)
@@ -167,7 +170,11 @@ def stacked_bars(
                 )
         if bar.note:
             end = px(1.0) if shares else px(total / longest)
-            out.append(f'<text x="{end + 6:.1f}" y="{y + bar_height / 2 + 4:.1f}">{escape(bar.note)}</text>')
+            note = bar.note if len(bar.note) <= room else f"{bar.note[: room - 1]}…"
+            out.append(
+                f'<text x="{end + 6:.1f}" y="{y + bar_height / 2 + 4:.1f}">{escape(note)}'
+                f"<title>{escape(bar.note)}</title></text>"
+            )
     return _svg(width, int(bottom + (2 if shares else 36)), out, x_label or "shares")
 
 
