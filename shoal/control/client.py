@@ -126,6 +126,9 @@ class Link:
         """Open a stream and listen until it ends. Whether anything was heard."""
         import grpc
 
+        # A reader of gRPC's wakes up ten times a second to see whether it was interrupted, which takes more than all
+        # beats; what it waits for wakes it at once, however long this is.
+        grpc._common.MAXIMUM_WAIT_TIMEOUT = self._timeouts.budget_s  # type: ignore[attr-defined]
         heard = False
         with grpc.insecure_channel(self._address, options=protocol.CHANNEL_OPTIONS) as channel:
             outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
