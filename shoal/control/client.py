@@ -405,26 +405,52 @@ def stop(address: str, token: str, reason: str, timeout_s: float = Timeouts().co
 
 
 def _command(address: str, token: str, request: Any, timeout_s: float) -> dict[str, Any]:
-    import grpc
+    with Commands(address, token) as commands:
+        return commands.say(request, timeout_s)
 
-    with grpc.insecure_channel(address, options=protocol.CHANNEL_OPTIONS) as channel:
-        call = channel.unary_unary(
+
+class Commands:
+    """One connection for commands; for whoever looks again and again, since a connection costs more than an answer."""
+
+    def __init__(self, address: str, token: str) -> None:
+        import grpc
+
+        self._address, self._token = address, token
+        self._channel: Any = grpc.insecure_channel(address, options=protocol.CHANNEL_OPTIONS)
+        self._call = self._channel.unary_unary(
             f"/{protocol.SERVICE}/Command",
             request_serializer=lambda message: message.SerializeToString(),
             response_deserializer=CommandReply.FromString,
         )
+
+    def __enter__(self) -> Commands:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._channel.close()
+
+    def status(self, timeout_s: float) -> dict[str, Any]:
+        """As the function of this name."""
+        return self.say(CommandRequest(status={}), timeout_s)
+
+    def say(self, request: Any, timeout_s: float) -> dict[str, Any]:
+        """Raises JobNotFound, TokenRefused, and SettingsContradict for what the coordinator will not do."""
+        import grpc
+
         try:
-            reply = call(request, metadata=protocol.credentials(token), timeout=timeout_s)
+            reply = self._call(request, metadata=protocol.credentials(self._token), timeout=timeout_s)
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-                raise TokenRefused(f"{address} refused the token; use the one in the job's run directory") from None
+                raise TokenRefused(
+                    f"{self._address} refused the token; use the one in the job's run directory"
+                ) from None
             raise JobNotFound(
-                f"no job answers at {address} ({error.code().name.lower()}); has it ended? see its events.jsonl"
+                f"no job answers at {self._address} ({error.code().name.lower()}); has it ended? see its events.jsonl"
             ) from None
-    if reply.error:
-        raise SettingsContradict(reply.error)
-    answer: dict[str, Any] = json.loads(reply.status_json)
-    return answer
+        if reply.error:
+            raise SettingsContradict(reply.error)
+        answer: dict[str, Any] = json.loads(reply.status_json)
+        return answer
 
 
 def close_inherited(address: str) -> None:

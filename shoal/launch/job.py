@@ -443,11 +443,11 @@ class Job:
 
     async def _show_progress(self, address: str) -> None:
         every_s = _LIVE_PROGRESS_S if self._screen.live else _PLAIN_PROGRESS_S
-        token = self._run_dir.token()
-        while True:
-            await asyncio.sleep(every_s)
-            with contextlib.suppress(errors.JobNotFound):  # it does not answer just now
-                self._screen.progress(await asyncio.to_thread(client.status, address, token, every_s))
+        with client.Commands(address, self._run_dir.token()) as coordinator:
+            while True:
+                await asyncio.sleep(every_s)
+                with contextlib.suppress(errors.JobNotFound):  # it does not answer just now
+                    self._screen.progress(await asyncio.to_thread(coordinator.status, every_s))
 
     # ---- tasks
 
