@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,9 +14,6 @@ if TYPE_CHECKING:
     from shoal.train.worker import Worker
 
 __version__ = "0.1.0"
-
-# What shoal logs is shown where the user's own logging says so, and nowhere else.
-logging.getLogger("shoal").addHandler(logging.NullHandler())
 
 # Loaded on first use: the command line must not pay for the import of torch.
 _HOMES = {

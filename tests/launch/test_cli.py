@@ -149,6 +149,13 @@ def test_command_line_does_not_import_torch_numpy_or_grpc():
     assert said.stdout == "[]\n"
 
 
+def test_importing_shoal_leaves_the_logging_of_a_script_alone():
+    code = "import logging, shoal, shoal.train.worker, shoal.control.coordinator; print(logging.root.handlers)"
+    path = str(Path(cli.__file__).parents[1])
+    said = subprocess.run([sys.executable, "-c", code], cwd=path, capture_output=True, text=True, check=True)
+    assert said.stdout == "[]\n"
+
+
 def test_help_has_examples_and_runs_as_a_module():
     path = str(Path(cli.__file__).parents[1])
     command = [sys.executable, "-m", "shoal", "run", "--help"]
