@@ -317,8 +317,8 @@ def _losses(run: Run) -> str:
         ]  # fmt: skip
         return "".join(charts)
 
-    many = max(line.steps for line in run.lines)
-    means = f'<p class="soft">A point is the mean of up to {counted(many, "step")}.</p>' if many > 1 else ""
+    several = any(line.steps > 1 for line in run.lines) or len(run.lines) > min(_WIDTHS.values())
+    means = '<p class="soft">A point is a mean over neighboring steps.</p>' if several else ""
     return f"<h2>Loss and metrics</h2>{means}{_in_widths(draw)}"
 
 
