@@ -71,7 +71,8 @@ td.w { white-space: nowrap; }
 @media (max-width: 688px) { td.w { white-space: normal; } }
 summary { cursor: pointer; font-weight: 600; margin: 36px 0 8px; font-size: 17px; }
 .middle, .narrow, td small { display: none; }
-.narrow svg { width: 100%; height: auto; max-width: 460px; }
+.narrow svg { width: 100%; max-width: 460px; }
+.middle svg { width: 100%; max-width: 780px; }
 @media (max-width: 1008px) { .wide { display: none; } .middle { display: block; } }
 @media (max-width: 688px) { .middle { display: none; } .narrow { display: block; }
   main { padding: 16px 16px 40px; } h1 { font-size: 20px; }
