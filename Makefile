@@ -23,6 +23,7 @@ sweep: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.core
 	$(BIN)/python -m benchmarks.recovery
+	$(BIN)/python -m benchmarks.cost
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from shoal.sync.independent import Independent
     from shoal.train.run import run
     from shoal.train.schedules import LinearScaling, SqrtScaling
+    from shoal.train.tensorboard import TensorBoard
     from shoal.train.worker import Worker
 
 __version__ = "0.1.0"
@@ -20,11 +21,12 @@ _HOMES = {
     "Independent": "shoal.sync.independent",
     "LinearScaling": "shoal.train.schedules",
     "SqrtScaling": "shoal.train.schedules",
+    "TensorBoard": "shoal.train.tensorboard",
     "Worker": "shoal.train.worker",
     "run": "shoal.train.run",
 }
 
-__all__ = ["AllReduce", "Independent", "LinearScaling", "SqrtScaling", "Worker", "run"]
+__all__ = ["AllReduce", "Independent", "LinearScaling", "SqrtScaling", "TensorBoard", "Worker", "run"]
 
 
 def __getattr__(name: str) -> Any:

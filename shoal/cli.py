@@ -29,7 +29,7 @@ from rich.table import Table
 
 from shoal import __version__, checkpoints, errors
 from shoal.checkpoints import Checkpoint
-from shoal.control import client, rundir
+from shoal.control import client, prometheus, rundir
 from shoal.control.environment import WorkerEnvironment
 from shoal.control.rundir import Committed, RunDir
 from shoal.control.timeouts import DEFAULT_BUDGET_S, Timeouts
@@ -170,11 +170,19 @@ def run(
     log_size: Annotated[
         str, typer.Option(metavar="BYTES", help="A worker's log keeps between this much and twice as much of its end.")
     ] = f"{LOG_LIMIT_BYTES >> 20}M",
+    metrics_port: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[HOST:]PORT", help="Serve figures for Prometheus there, on loopback if no host is named."
+        ),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Errors and the summary only.")] = False,
 ) -> int:
     """Train with a script on this machine, while workers come and go."""
     cores = len(os.sched_getaffinity(0))
     size = parse_size(workers if workers is not None else str(cores), cores)
+    if metrics_port is not None:
+        prometheus.check_free(*prometheus.parse_address(metrics_port))
     settings = JobSettings(
         script=str(script.absolute()),
         args=tuple(args or ()),
@@ -189,6 +197,7 @@ def run(
         threads=threads,
         pin=pin,
         log_bytes=parse_bytes(log_size, "--log-size"),
+        metrics_port=metrics_port,
         checkpoint_every=checkpoint_every,
         checkpoint_keep=keep,
         init_from=str(init_from.absolute()) if init_from is not None else "",
@@ -751,6 +760,32 @@ def audit(job: JobArgument = None, as_json: JsonOption = False) -> int:
         for line in report.mismatches:
             print(line)
     return 0 if report.clean else 1
+
+
+@app.command(epilog="**Example** `shoal report runs/a --out a.html` — one file that needs no network")
+def report(
+    job: JobArgument = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where the page goes; report.html in the run directory.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Write a page about a job: step rate, where the time went, loss, and what every reconfiguration cost."""
+    from shoal.report import page, read
+
+    run_dir = rundir.find(job)
+    found = read.read(run_dir, live(run_dir))
+    path = out or run_dir.path / "report.html"
+    try:
+        path.write_text(page.page(found), encoding="utf-8")
+    except OSError as problem:
+        raise errors.SettingsContradict(f"{path} cannot be written: {problem.strerror}; choose another --out") from None
+    if as_json:
+        print(json.dumps({"page": str(path), **page.figures(found)}))
+    else:
+        for line in (*page.summary(found), str(path)):
+            print(line)
+    return 0
 
 
 def _version(wanted: bool) -> None:

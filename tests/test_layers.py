@@ -13,13 +13,14 @@ import shoal
 
 ROOT = Path(shoal.__file__).parent
 LAYERS = [
-    ("errors", "metrics", "process", "wording", "checkpoints", "recipe"),
+    ("errors", "metrics", "process", "seconds", "wording", "checkpoints", "recipe"),
     ("data",),
     ("control",),
     ("sync",),
     ("train",),
     ("launch",),
     ("view",),
+    ("report",),
     ("models",),
     ("testing",),
     ("bench",),
@@ -28,7 +29,7 @@ LAYERS = [
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 WITHOUT_TORCH = ["shoal", "shoal.cli", "shoal.control.coordinator", "shoal.data.ledger", "shoal.data.audit",
                  "shoal.sync.memory", "shoal.sync.words", "shoal.launch.local", "shoal.testing", "shoal.data.progress",
-                 "shoal.view.top", "shoal.view.doctor", "shoal.view.logs"]  # fmt: skip
+                 "shoal.view.top", "shoal.view.doctor", "shoal.view.logs", "shoal.report.page"]  # fmt: skip
 
 
 def layer_of(module: str) -> str | None:

@@ -17,8 +17,8 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shoal.control import protocol
@@ -41,6 +41,8 @@ class Progress:
     samples: int = 0
     loss: float = math.nan
     waiting_for: tuple[str, ...] = ()
+    seconds: Mapping[str, float] = field(default_factory=dict)  # of this worker's life so far, by category
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of the newest step
 
 
 class Link:
@@ -130,6 +132,9 @@ class Link:
         """Open a stream and listen until it ends. Whether anything was heard."""
         import grpc
 
+        # A reader of gRPC's wakes up ten times a second to see whether it was interrupted, which takes more than all
+        # beats; what it waits for wakes it at once, however long this is.
+        grpc._common.MAXIMUM_WAIT_TIMEOUT = self._timeouts.budget_s  # type: ignore[attr-defined]
         heard = False
         self.address = self._run_dir.address() or self.address
         with grpc.insecure_channel(self.address, options=protocol.CHANNEL_OPTIONS) as channel:
@@ -311,6 +316,8 @@ class Client:
                 "samples": progress.samples,
                 "loss": progress.loss,
                 "waiting_for": progress.waiting_for,
+                "seconds": progress.seconds,
+                "metrics": progress.metrics,
             }
         )
 
@@ -449,48 +456,81 @@ def checkpoint(run_dir: RunDir, timeout_s: float = Timeouts().command_s) -> dict
 
 
 def _command(run_dir: RunDir, request: Any, timeout_s: float) -> dict[str, Any]:
-    """Ask until there is an answer: while the job lives, a coordinator that is away comes back."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        address = run_dir.address()
-        if address is not None:
-            try:
-                return _ask(address, run_dir.token(), request, max(0.0, deadline - time.monotonic()))
-            except TokenRefused:
-                if not run_dir.runs():
-                    raise  # else another job has the port for now: the next coordinator takes another
-            except _Away:
-                pass
-        if not run_dir.runs():
-            raise JobNotFound(f"{run_dir.path} does not run; shoal status says how it ended")
-        if time.monotonic() >= deadline:
-            raise JobNotFound(f"the job in {run_dir.path} gives no answer within {timeout_s:g} s; try again, or end it")
-        time.sleep(_ASK_AGAIN_S)
+    with Commands(run_dir) as commands:
+        return commands.say(request, timeout_s)
 
 
 class _Away(Exception):
     """There is no coordinator at the address, or it gave no answer."""
 
 
-def _ask(address: str, token: str, request: Any, timeout_s: float) -> dict[str, Any]:
-    import grpc
+class Commands:
+    """Commands over one connection; for whoever looks again and again, since a connection costs more than an answer."""
 
-    with grpc.insecure_channel(address, options=protocol.CHANNEL_OPTIONS) as channel:
-        call = channel.unary_unary(
+    def __init__(self, run_dir: RunDir) -> None:
+        self._run_dir = run_dir
+        self._address = ""
+        self._channel: Any = None
+
+    def __enter__(self) -> Commands:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._disconnect()
+
+    def status(self, timeout_s: float) -> dict[str, Any]:
+        """As the function of this name."""
+        return self.say(CommandRequest(status={}), timeout_s)
+
+    def say(self, request: Any, timeout_s: float) -> dict[str, Any]:
+        """Ask until there is an answer: while the job lives, a coordinator that is away comes back. Raises JobNotFound,
+        TokenRefused, and SettingsContradict for what the coordinator will not do."""
+        run_dir, deadline = self._run_dir, time.monotonic() + timeout_s
+        while True:
+            address = run_dir.address()
+            if address is not None:
+                try:
+                    return self._ask(address, request, max(0.0, deadline - time.monotonic()))
+                except TokenRefused:
+                    if not run_dir.runs():
+                        raise  # else another job has the port for now: the next coordinator takes another
+                except _Away:
+                    pass
+                self._disconnect()  # a connection that failed would wait before it tries again
+            if not run_dir.runs():
+                raise JobNotFound(f"{run_dir.path} does not run; shoal status says how it ended")
+            if time.monotonic() >= deadline:
+                raise JobNotFound(
+                    f"the job in {run_dir.path} gives no answer within {timeout_s:g} s; try again, or end it"
+                )
+            time.sleep(_ASK_AGAIN_S)
+
+    def _ask(self, address: str, request: Any, timeout_s: float) -> dict[str, Any]:
+        import grpc
+
+        if address != self._address:
+            self._disconnect()
+            self._address, self._channel = address, grpc.insecure_channel(address, options=protocol.CHANNEL_OPTIONS)
+        call = self._channel.unary_unary(
             f"/{protocol.SERVICE}/Command",
             request_serializer=lambda message: message.SerializeToString(),
             response_deserializer=CommandReply.FromString,
         )
         try:
-            reply = call(request, metadata=protocol.credentials(token), timeout=timeout_s)
+            reply = call(request, metadata=protocol.credentials(self._run_dir.token()), timeout=timeout_s)
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.UNAUTHENTICATED:
                 raise TokenRefused(f"{address} refused the token; use the one in the job's run directory") from None
             raise _Away from None
-    if reply.error:
-        raise SettingsContradict(reply.error)
-    answer: dict[str, Any] = json.loads(reply.status_json)
-    return answer
+        if reply.error:
+            raise SettingsContradict(reply.error)
+        answer: dict[str, Any] = json.loads(reply.status_json)
+        return answer
+
+    def _disconnect(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+        self._address, self._channel = "", None
 
 
 def close_inherited(address: str) -> None:

@@ -19,14 +19,14 @@ import signal
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from shoal.control import membership as m
-from shoal.control import protocol
+from shoal.control import prometheus, protocol
 from shoal.control.environment import COORDINATOR_PLUGIN
 from shoal.control.journal import Journal, JournalDamaged, put_aside
 from shoal.control.membership import Instruction, Membership, Outcome, State
@@ -119,6 +119,7 @@ class Coordinator:
         self._token = run_dir.token()
         self._membership = membership
         self._rebuilding: Rebuilding | None = None
+        self._counts: Counter[str] = Counter()
         self._inbox: list[Event] = []
         self._workers: dict[str, Outbox] = {}
         self._launchers: dict[str, Outbox] = {}
@@ -164,6 +165,7 @@ class Coordinator:
         self.run_dir.write_address(address)
         self._claim.write("serves")
         self._ticker = asyncio.create_task(self._tick())
+        await self._serve_metrics()
         return address
 
     def _take_up(self) -> None:
@@ -190,6 +192,18 @@ class Coordinator:
         else:
             self._journal.record(self._membership)
 
+    async def _serve_metrics(self) -> None:
+        """For Prometheus, where the job was started with a port for it."""
+        self._metrics: asyncio.Server | None = None
+        if (at := self.run_dir.settings().get("metrics_port")) is not None:
+            host, port = prometheus.parse_address(at)
+            try:
+                self._metrics = await prometheus.serve(
+                    host, port, lambda: prometheus.exposition(self.status(), self._counts)
+                )
+            except OSError as problem:
+                raise ShoalError(f"cannot serve metrics at {host}:{port}: {problem.strerror}") from None
+
     async def serve(self, serving: Callable[[str], None] | None = None) -> None:
         """Run until `request_stop`; `serving` is called with the address once it answers. Raises what broke it."""
         address = await self.start()
@@ -208,6 +222,8 @@ class Coordinator:
         self._ticker.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._ticker
+        if self._metrics is not None:
+            self._metrics.close()
         await self._server.stop(grace=None)
         self._journal.close()
         self._events.close()
@@ -266,6 +282,9 @@ class Coordinator:
             fault_point("journaled")
         for line in lines:
             self._events.append(line)
+        for instruction in instructions:
+            if isinstance(instruction, (m.Log, m.Publish)):
+                self._counts[instruction.kind if isinstance(instruction, m.Log) else "generation"] += 1
         for instruction in instructions:
             self._act(instruction)
 
@@ -375,6 +394,7 @@ class Coordinator:
         elif kind == "note" and body.kind in NOTES:
             fields = {"worker_id": worker_id, "text": body.text, **json.loads(body.fields_json or "{}")}
             self._events.append(event_line(self._wall(), body.kind, fields))
+            self._counts[body.kind] += 1
             self._tell_worker(worker_id, ToWorker(heeded={"number": body.number}))
         elif kind == "scale":
             self._post(lambda membership, now: self._wished(membership, worker_id, body))
@@ -520,6 +540,7 @@ class Coordinator:
             outbox.put(message)
 
     def _event(self, kind: str, text: str) -> None:
+        self._counts[kind] += 1
         self._events.write(self._wall(), kind, text=text)
         _log.info("%s %s", kind, text)
 
@@ -571,6 +592,7 @@ class Coordinator:
                     "state": worker.state.value,
                     "pid": self._pids.get(worker.worker_id),
                     "step": None if beat is None else beat.step,
+                    "seconds": {} if beat is None else dict(beat.seconds),
                     "suspect": worker.life.suspect,
                 }
             )
@@ -586,6 +608,7 @@ class Coordinator:
             "samples": self._samples[-1][1] if self._samples else 0,
             "rate": self._rate(),
             "loss": finite(front.loss) if self._beats else None,
+            "metrics": {name: value for name, value in front.metrics.items() if finite(value) is not None},
             "target": membership.target,
             "min": membership.min_size,
             "max": membership.max_size,

@@ -29,9 +29,14 @@ VERSION = "1"  # a worker of another version is refused
 MAX_MESSAGE_BYTES = 1 << 20
 TRACEBACK_CHARS = 1 << 16
 
-_SIZES = [("grpc.max_send_message_length", MAX_MESSAGE_BYTES), ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
+_BOTH = [
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # With each message it would measure the bandwidth by a ping and its answer: half of what a beat costs.
+    ("grpc.http2.bdp_probe", 0),
+]
 CHANNEL_OPTIONS = [
-    *_SIZES,
+    *_BOTH,
     # Each channel has its own connection: a shared one keeps the backoff of an attempt that failed before.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
@@ -39,7 +44,7 @@ CHANNEL_OPTIONS = [
     ("grpc.min_reconnect_backoff_ms", 2000),
 ]
 # Two coordinators must never share a port.
-SERVER_OPTIONS = [*_SIZES, ("grpc.so_reuseport", 0)]
+SERVER_OPTIONS = [*_BOTH, ("grpc.so_reuseport", 0)]
 
 
 def _load() -> dict[str, Any]:

@@ -47,7 +47,7 @@ class RunDir:
                 whose = "holds another job" if run_dir.job_file.exists() else "is not empty"
                 raise RunDirUnusable(f"{run_dir.path} {whose}; choose another --dir or remove it")
             run_dir.path.chmod(0o700)
-            for folder in (run_dir.logs, run_dir.audit):
+            for folder in (run_dir.logs, run_dir.audit, run_dir.metrics):
                 folder.mkdir(mode=0o700)
             # Exclusive: of two jobs that found the directory empty, one gets it.
             token_fd = os.open(run_dir.token_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -126,6 +126,11 @@ class RunDir:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        """What each worker measured, a file of JSON lines for each."""
+        return self.path / "metrics"
 
     def token(self) -> str:
         return self.token_file.read_text().strip()

@@ -30,7 +30,8 @@ from shoal.launch.screen import Screen, transition_line
 from shoal.launch.tail import LOG_LIMIT_BYTES, Tail, bound
 from shoal.metrics import read_events
 
-_POLL_S = 0.1
+_POLL_S = 0.1  # between two looks for output while some comes
+_IDLE_POLL_S = 0.5  # while none does: each look wakes a process that would sleep
 _LIVE_PROGRESS_S = 0.5
 _PLAIN_PROGRESS_S = 5.0
 _LAST_WORD_S = 2.0  # from the last worker's end until the coordinator has said that the job is over
@@ -503,10 +504,11 @@ class Job:
     # ---- what the user sees
 
     async def _show_output(self) -> None:
+        pause_s = _POLL_S
         while True:
-            self._echo()
+            pause_s = _POLL_S if self._echo() else min(1.5 * pause_s, _IDLE_POLL_S)
             await self._bound_logs()
-            await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(pause_s)
 
     async def _bound_logs(self) -> None:
         for worker_id in list(self._tails):
@@ -517,28 +519,34 @@ class Job:
                     self._bounding = asyncio.ensure_future(asyncio.to_thread(bound, log, self._log_limit_bytes))
                     await asyncio.shield(self._bounding)
 
-    def _echo(self, last: bool = False) -> None:
+    def _echo(self, last: bool = False) -> bool:
+        """Show what is new. Whether there was anything."""
+        shown = False
         for worker_id, tail in list(self._tails.items()):
             gone = worker_id not in self._live
             for line in tail.lines(last=last or gone):
                 self._screen.echo(worker_id, line)
+                shown = True
             if gone or last:
                 self._tails.pop(worker_id).close()
         for line in self._events.lines():
+            shown = True
             transition = transition_line(json.loads(line))
             if transition is not None:
                 self._screen.tell(transition)
         if last:
             self._events.close()
+        return shown
 
     async def _show_progress(self) -> None:
         every_s = _LIVE_PROGRESS_S if self._screen.live else _PLAIN_PROGRESS_S
         passes = Passes(self._run_dir.audit)
-        while True:
-            await asyncio.sleep(every_s)
-            with contextlib.suppress(errors.JobNotFound):  # it does not answer just now
-                status = await asyncio.to_thread(client.status, self._run_dir, every_s)
-                self._screen.progress(status, passes.progress(status["epoch"], status["samples"]))
+        with client.Commands(self._run_dir) as coordinator:
+            while True:
+                await asyncio.sleep(every_s)
+                with contextlib.suppress(errors.JobNotFound):  # it does not answer just now
+                    status = await asyncio.to_thread(coordinator.status, every_s)
+                    self._screen.progress(status, passes.progress(status["epoch"], status["samples"]))
 
     # ---- tasks
 

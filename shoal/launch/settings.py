@@ -33,6 +33,7 @@ class JobSettings:
     threads: int | None = None
     pin: bool = True
     log_bytes: int = LOG_LIMIT_BYTES  # of a worker's log
+    metrics_port: str | None = None  # for Prometheus
     checkpoint_every: str = DEFAULT_EVERY
     checkpoint_keep: int = DEFAULT_KEEP
     init_from: str = ""

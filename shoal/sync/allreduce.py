@@ -11,6 +11,7 @@ from torch import nn
 from shoal import errors
 from shoal.errors import Changed
 from shoal.metrics import fault_point
+from shoal.seconds import EXCHANGE
 from shoal.sync import words as w
 from shoal.sync.arena import Arena, shaped
 from shoal.sync.group import Group
@@ -165,6 +166,8 @@ class AllReduce(Sync):
             super().backward(loss, weight)
         finally:
             self._set_open(False)
+        if self._group is not None:
+            self._group.seconds.switch(EXCHANGE)
         self._to_lane(range(len(self._parameters)))
 
     def _set_open(self, open_: bool) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from shoal.control.membership import Generation, Member
 from shoal.errors import Changed
 from shoal.metrics import fault_point
+from shoal.seconds import EXCHANGE, WAIT, Seconds
 from shoal.sync import words as w
 from shoal.sync.words import Words, fence, seq_of, tag
 
@@ -52,8 +53,18 @@ class Notice:
 class Group:
     """One worker's place in one generation."""
 
-    def __init__(self, words: Words, notice: Notice, generation: Generation, worker_id: str, *, spin: bool) -> None:
+    def __init__(
+        self,
+        words: Words,
+        notice: Notice,
+        generation: Generation,
+        worker_id: str,
+        *,
+        spin: bool,
+        seconds: Seconds | None = None,
+    ) -> None:
         self.words = words
+        self.seconds = seconds or Seconds()
         self.generation = generation
         self.members: Sequence[Member] = generation.members
         self.size = len(generation.members)
@@ -119,7 +130,11 @@ class Group:
             fault_point(point)
         for slot in self._others:
             if words.get(slot, word) != step:
-                self._wait(slot, word, step)
+                self.seconds.switch(WAIT)
+                try:
+                    self._wait(slot, word, step)
+                finally:
+                    self.seconds.switch(EXCHANGE)
         fence()
 
     def _wait(self, slot: int, word: int, value: int, *, at_least: bool = False) -> None:

@@ -12,6 +12,7 @@ import torch
 from shoal.control.client import Client
 from shoal.control.membership import Generation
 from shoal.errors import Changed
+from shoal.seconds import Seconds
 from shoal.sync.group import Group, Notice, acknowledge
 from shoal.sync.words import Words
 
@@ -30,6 +31,13 @@ class Reconfiguration:
     step: int  # the newest committed one
     redone: bool  # whether a step in flight was given up and comes again
     took_s: float  # from giving up or finishing the last step until this worker could go on
+    redone_s: float = 0.0  # what this worker had spent on the step that was given up
+    waited_s: float = 0.0  # and how long it had waited there for somebody who may have died
+
+    def __str__(self) -> str:
+        again = f", step {self.step + 1} again" if self.redone else ""
+        there = f"rank {self.rank} of {len(self.workers)}"
+        return f"generation {self.generation}: {there}, {self.took_s * 1e3:.1f} ms{again}"
 
 
 class Parking:
@@ -40,12 +48,13 @@ class Parking:
         client: Client,
         words: Words,
         notice: Notice,
+        seconds: Seconds,
         worker_id: str,
         slot: int,
         patience_s: float,
         comes_back: Callable[[], bool],  # whether a coordinator that is away will be followed by another
     ) -> None:
-        self._client, self._words, self._notice = client, words, notice
+        self._client, self._words, self._notice, self._seconds = client, words, notice, seconds
         self._worker_id, self._slot, self._patience_s = worker_id, slot, patience_s
         self._comes_back = comes_back
 
@@ -68,7 +77,7 @@ class Parking:
                 continue
             # With a core for each, looking again for a moment takes none from a neighbor.
             spin = len(generation.members) <= (os.cpu_count() or 1)
-            group = Group(self._words, self._notice, generation, self._worker_id, spin=spin)
+            group = Group(self._words, self._notice, generation, self._worker_id, spin=spin, seconds=self._seconds)
             try:
                 group.enter()
             except Changed:

@@ -34,6 +34,7 @@ class StepReport:
     samples: int
     workers: int
     generation: int
+    rank: int  # of this worker in the group that committed it; what must be done once is done by rank 0
     skipped: bool
     learning_rate: float
     gradient_norm: float | None
@@ -88,6 +89,7 @@ class Stepper:
             samples=attempt.batch.hi - attempt.batch.lo,
             workers=group.size,
             generation=group.generation.number,
+            rank=group.rank,
             skipped=not tally.finite,
             learning_rate=float(self._replica.optimizer.param_groups[0].get("lr", math.nan))
             * verdict.learning_rate_factor,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import random
 import signal
@@ -19,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from shoal import errors, metrics
+from shoal import errors, metrics, process
 from shoal.checkpoints import Every
 from shoal.control.client import Client, Progress, status
 from shoal.control.environment import WorkerEnvironment
@@ -31,6 +32,7 @@ from shoal.data.batches import Fetched, Loader, samples_in
 from shoal.data.ledger import Cursor, Pass
 from shoal.errors import Changed
 from shoal.metrics import fault_point
+from shoal.seconds import CHECKPOINT, COMPUTE, EXCHANGE, INPUT, RECONFIGURE, Seconds
 from shoal.sync.allreduce import AllReduce
 from shoal.sync.group import Group, Notice
 from shoal.sync.memory import HostMemory
@@ -41,6 +43,7 @@ from shoal.sync.words import ACK, Words, generation_of, seq_of
 from shoal.train.ballot import Attempt, Policy
 from shoal.train.checkpoint import Moment, Restored, Saver, start_from
 from shoal.train.evaluate import Results, Rows
+from shoal.train.metrics_file import MetricsFile
 from shoal.train.reconfigure import Leave, Parking, Placement, Reconfiguration
 from shoal.train.schedules import Schedule
 from shoal.train.step import Stepper, StepReport
@@ -50,6 +53,8 @@ OnEpoch = Callable[[int], None]
 
 
 OnReconfigure = Callable[[Reconfiguration], None]
+
+_log = logging.getLogger("shoal.worker")
 
 
 class Batch:
@@ -86,6 +91,7 @@ class Worker:
     ) -> None:  # fmt: skip
         """Without an environment, no checkpoints are taken."""
         self.id = worker_id
+        self.seconds = Seconds(process.age_s())
         self._run_dir = run_dir
         self._memory = memory
         self._timeouts = timeouts
@@ -101,6 +107,7 @@ class Worker:
         self._records = Records(self._words.record)
         self._group: Group | None = None
         self._record = Record()
+        self._averages: dict[str, float] = {}  # the metrics of the newest step
         self._seq = 0  # of the commit this worker looked at without joining
         self._stepper: Stepper | None = None
         self._attempt: Attempt | None = None
@@ -110,10 +117,18 @@ class Worker:
         self._dropped: tuple[int, int] | None = None  # (pass, epoch) that ended by being dropped
         self._split_is_new = True  # the loader has to be started again
         self._asked_in = False
-        self._client = Client(run_dir, worker_id, host, timeouts, self.progress, self._notice.tell)
+        self._metrics = MetricsFile(run_dir.metrics / f"{worker_id}.jsonl", run_dir.settings()["created"])
+        self._client = Client(run_dir, worker_id, host, timeouts, self._beat, self._notice.tell)
         self._slot = self._client.connect()
         self._parking = Parking(
-            self._client, self._words, self._notice, worker_id, self._slot, timeouts.budget_s, run_dir.runs
+            self._client,
+            self._words,
+            self._notice,
+            self.seconds,
+            worker_id,
+            self._slot,
+            timeouts.budget_s,
+            run_dir.runs,
         )
 
     # What a script asks.
@@ -341,9 +356,12 @@ class Worker:
             work(attempt, batch)
             if batch.fetched.micro + 1 < batch.fetched.micros:
                 return False
+            self.seconds.switch(EXCHANGE)
             return self._exchange(group, attempt)
         except Changed:
             return self._resume(group)
+        finally:
+            self.seconds.switch(COMPUTE)
 
     @contextlib.contextmanager
     def edit(self) -> Iterator[None]:
@@ -378,7 +396,8 @@ class Worker:
             try:
                 if group.changed:
                     raise Changed
-                planned = self._stepper.edit(group, self._record)
+                with self.seconds.during(EXCHANGE):
+                    planned = self._stepper.edit(group, self._record)
                 break
             except Changed:
                 self._reconfigure(attempted=group.seq + 1)
@@ -409,6 +428,7 @@ class Worker:
             pass_.check(self._group.size)
             self._split_is_new = True
             while True:
+                self.seconds.switch(INPUT)
                 if self._group.changed:
                     self._reconfigure(attempted=self._group.seq + 1 if self._attempt is not None else None)
                 if self._stepper is not None and self._stepper.fresh and self._stepper.newest_pass > pass_.index:
@@ -421,6 +441,9 @@ class Worker:
                 if fetched is None:
                     return
                 self._current = batch = self._open(pass_, fetched)
+                if self.seconds.starting:
+                    self.seconds.started()
+                self.seconds.switch(COMPUTE)
                 if not len(batch):
                     self.step(None)
                     continue
@@ -433,6 +456,8 @@ class Worker:
         finally:
             self._in_pass = False
             loader.close()
+            if not self.seconds.starting:
+                self.seconds.switch(COMPUTE)
 
     def _open(self, pass_: Pass, fetched: Fetched) -> Batch:
         assert self._group is not None
@@ -440,6 +465,7 @@ class Worker:
         if fetched.micro == 0 or self._attempt is None:
             lo, hi = ledger.split(fetched.batch, self._group.rank, self._group.size)
             self._attempt = Attempt(pass_.index, fetched.batch, lo, hi, time.perf_counter())
+            self.seconds.begin_attempt()
             self._sync.begin()
         self._attempt.ids.append(fetched.ids)
         # Randomness is a function of the step and of the place in its split: there is nothing to restore after a
@@ -462,6 +488,7 @@ class Worker:
         self._record = self._records.read(group.seq)
         if not committed:
             self._split_is_new = True
+            self.seconds.give_up()
         if report is not None:
             self._committed(self._pass, report)
         if planned and self._group is group:  # an edit in a callback may have moved on already
@@ -482,13 +509,18 @@ class Worker:
         return True
 
     def _committed(self, pass_: Pass, report: StepReport) -> None:
+        self.seconds.switch(COMPUTE)  # what follows is the user's
         self._step_schedulers(self._each_step)
+        self._averages = report.metrics
+        if report.rank == 0:
+            self._metrics.step(report)
         if self._on_step is not None:
             self._on_step(report)
         if self._epoch_ended(pass_):
             self._end_epoch(report.epoch)
         if self._saver is not None and self.rank == 0 and self._saver.due(self._record.step):
-            self._save()
+            with self.seconds.during(CHECKPOINT):
+                self._save()
 
     def _save(self) -> None:
         """Start a checkpoint of what is committed."""
@@ -519,10 +551,11 @@ class Worker:
     def _save_and_wait(self) -> None:
         assert self._saver is not None
         assert self._group is not None
-        self._saver.finish()
-        if self._record.step and self._saver.saved_seq != self._group.seq:
-            self._save()
+        with self.seconds.during(CHECKPOINT):
             self._saver.finish()
+            if self._record.step and self._saver.saved_seq != self._group.seq:
+                self._save()
+                self._saver.finish()
 
     def _step_schedulers(self, schedulers: Sequence[Scheduler]) -> None:
         self._replica.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers warn without it
@@ -595,15 +628,27 @@ class Worker:
         """Enter the next generation. `attempted`: the commit this worker worked towards, which may have happened."""
         assert self._group is not None
         began_s = time.perf_counter()
+        was = self.seconds.switch(RECONFIGURE)
+        trained = self._attempt is not None
         self._attempt = self._current = None
         self._enter(above=self._group.generation.number)
+        redone = attempted is not None and self._group.seq < attempted
+        redone_s, waited_s = self.seconds.give_up() if trained and redone else (0.0, 0.0)
+        change = Reconfiguration(
+            generation=self.generation,
+            workers=tuple(member.worker_id for member in self._group.members),
+            rank=self.rank,
+            step=self._record.step,
+            redone=redone,
+            took_s=time.perf_counter() - began_s,
+            redone_s=redone_s,
+            waited_s=waited_s,
+        )
+        self._metrics.reconfigured(change)
+        _log.info("%s: %s", self.id, change)
         if self._on_reconfigure is not None:
-            workers = tuple(member.worker_id for member in self._group.members)
-            took_s = time.perf_counter() - began_s
-            redone = attempted is not None and self._group.seq < attempted
-            self._on_reconfigure(
-                Reconfiguration(self.generation, workers, self.rank, self._record.step, redone, took_s)
-            )
+            self._on_reconfigure(change)
+        self.seconds.switch(was)
 
     def _enter(self, above: int) -> bool:
         """Enter the newest generation with the state that is committed. Where there is none, commit the first one;
@@ -646,7 +691,13 @@ class Worker:
         waited_s = time.monotonic() - notice.awaited_since_s if notice.awaited is not None else 0.0
         waiting = (notice.awaited_id,) if waited_s > self._timeouts.beat_s else ()
         seq = self._group.seq if self._group else 0
-        return Progress(seq, record.step, record.epoch, record.samples, record.loss, waiting)
+        seconds = self.seconds.snapshot()
+        return Progress(seq, record.step, record.epoch, record.samples, record.loss, waiting, seconds, self._averages)
+
+    def _beat(self) -> Progress:
+        progress = self.progress()
+        self._metrics.seconds(self.generation, progress.step, progress.seconds)
+        return progress
 
     def _in_loader(self) -> None:
         """First thing in a loader process: it answers to this worker only, and holds nothing of the job open."""
@@ -674,6 +725,7 @@ class Worker:
 
     def finish(self) -> None:
         """The script's main returned: leave for good, and tell what the state is."""
+        self.seconds.switch(RECONFIGURE)
         group, record = self._group, self._record
         if self._saver is not None and group is not None and group.rank == 0:
             self._save_and_wait()
@@ -697,6 +749,7 @@ class Worker:
         if self._saver is not None:
             self._saver.finish()
         self._client.close()
+        self._metrics.close(self.generation, self._record.step, self.seconds.snapshot())
 
 
 def _count(metrics: Mapping[str, float | torch.Tensor], attempt: Attempt, batch: Batch) -> None:

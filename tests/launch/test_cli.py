@@ -58,6 +58,8 @@ MISTAKES = {
     "run --memory much train.py": "SettingsContradict: --memory much is not a number of bytes",
     "run --memory 0 train.py": "SettingsContradict: --memory 0 is not a number of bytes",
     "run --log-size 0 train.py": "SettingsContradict: --log-size 0 is not a number of bytes",
+    "run --metrics-port http train.py": "SettingsContradict: --metrics-port http is not a port",
+    "run --metrics-port 70000 train.py": "SettingsContradict: --metrics-port 70000 is not a port",
     "run": "SettingsContradict: Missing argument 'SCRIPT'",
     "run --no-such train.py": "SettingsContradict: No such option: --no-such",
     "dance": "SettingsContradict: No such command 'dance'",
@@ -65,6 +67,7 @@ MISTAKES = {
     "status": "JobNotFound:",
     "stop": "JobNotFound:",
     "audit nowhere": "JobNotFound:",
+    "report nowhere": "JobNotFound:",
     "status /nowhere": "JobNotFound: no job at /nowhere; name a run directory",
     "events nowhere": "JobNotFound:",
     "top nowhere": "JobNotFound:",
@@ -188,6 +191,13 @@ def test_audit_exits_with_1_when_not_clean(monkeypatch, capsys):
 
 def test_command_line_does_not_import_torch_numpy_or_grpc():
     code = "import sys, shoal.cli; print([name for name in ('torch', 'numpy', 'grpc') if name in sys.modules])"
+    path = str(Path(cli.__file__).parents[1])
+    said = subprocess.run([sys.executable, "-c", code], cwd=path, capture_output=True, text=True, check=True)
+    assert said.stdout == "[]\n"
+
+
+def test_importing_shoal_leaves_the_logging_of_a_script_alone():
+    code = "import logging, shoal, shoal.train.worker, shoal.control.coordinator; print(logging.root.handlers)"
     path = str(Path(cli.__file__).parents[1])
     said = subprocess.run([sys.executable, "-c", code], cwd=path, capture_output=True, text=True, check=True)
     assert said.stdout == "[]\n"

@@ -1,0 +1,1 @@
+"""Pages and plots: what a run did, read from its directory."""
