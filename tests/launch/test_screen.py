@@ -83,3 +83,8 @@ def test_text_of_users_is_shown_as_it_is():
     screen.say("shape [3, 4] " + "long " * 100)
     assert out.getvalue() == "w0 | [red]x[/red] :smile: " + "long " * 100 + "\n"
     assert err.getvalue().rstrip() == ("shape [3, 4] " + "long " * 100).rstrip()
+
+
+def test_the_death_of_a_coordinator_is_told_in_a_line():
+    event = {"event": "restarted", "text": "after killed by SIGKILL"}
+    assert transition_line(event) == "coordinator restarted after killed by SIGKILL"
