@@ -762,7 +762,13 @@ def audit(job: JobArgument = None, as_json: JsonOption = False) -> int:
     return 0 if report.clean else 1
 
 
-@app.command(epilog="**Example** `shoal report runs/a --out a.html` — one file that needs no network")
+@app.command(
+    epilog="""**Examples**
+
+`shoal report` — of the newest job, to report.html in its run directory
+
+`shoal report runs/a --out a.html` — one file that needs no network"""
+)
 def report(
     job: JobArgument = None,
     out: Annotated[

@@ -463,7 +463,7 @@ def test_a_command_waits_for_a_coordinator_that_is_on_its_way_back(
 ) -> None:
     job = make_job()
     tried = threading.Event()
-    ask = control._ask
+    ask = control.Commands._ask
 
     def ask_and_tell(*arguments: Any) -> dict[str, Any]:
         try:
@@ -471,7 +471,7 @@ def test_a_command_waits_for_a_coordinator_that_is_on_its_way_back(
         finally:
             tried.set()
 
-    monkeypatch.setattr(control, "_ask", ask_and_tell)
+    monkeypatch.setattr(control.Commands, "_ask", ask_and_tell)
     job.server.stop()
     with job.run_dir.held(), ThreadPoolExecutor() as pool:
         assert job.run_dir.runs()

@@ -94,7 +94,7 @@ def test_seconds_of_a_worker_add_up_to_its_life(job: RunDir, run: Run) -> None:
     w0 = run.workers[0]
     assert min(w0.seconds[name] for name in ("compute", "exchange", "input", "wait", "startup")) > 0
     assert w0.seconds["redone"] > 0, "w1 died in the middle of a step of w0's"
-    assert w0.seconds["checkpoint"] == 0
+    assert w0.seconds["checkpoint"] > 0, "rank 0 takes one at the end"
 
 
 def test_a_death_and_a_join_are_reconfigurations_with_their_cost(run: Run) -> None:
