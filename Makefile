@@ -4,21 +4,25 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check sweep bench clean
+.PHONY: demo test check sweep soak bench clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
 test: $(STAMP)
 	scripts/check
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist worksteal
 
 check: $(STAMP)
 	scripts/check
 
 # The long tiers: 240 random kills, deeper bounds of the protocol's model.
 sweep: $(STAMP)
-	$(BIN)/python -m pytest -m slow --timeout 1800
+	$(BIN)/python -m pytest -m slow --timeout 1800 -n 2 --dist worksteal
+
+# One job through 2,000 kills, stops, joins and leaves in an hour: nothing leaks, no sample is lost or repeated.
+soak: $(STAMP)
+	$(BIN)/python -m benchmarks.soak
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.core

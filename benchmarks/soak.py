@@ -105,6 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(job: LocalJob, chosen: argparse.Namespace, console: Console) -> int:
     job.wait_until(lambda: job.status().get("step", 0) > 0)
+    before = set(os.listdir("/dev/shm"))
     soak, looks, began_s = Soak(job, chosen.seed), [look(job)], time.monotonic()
     pause_s = chosen.minutes * 60 / chosen.blows
     while sum(soak.dealt.values()) < chosen.blows and time.monotonic() - began_s < chosen.minutes * 60:
@@ -125,7 +126,7 @@ def _run(job: LocalJob, chosen: argparse.Namespace, console: Console) -> int:
     result = job.wait(timeout_s=120.0)
     findings = [] if result.audit.clean else [f"not clean: {result.audit}"]
     findings += _growth(looks)
-    left = [path.name for path in Path("/dev/shm").iterdir() if path.name.startswith("torch_")]
+    left = set(os.listdir("/dev/shm")) - before
     findings += [f"{len(left)} pieces are left in /dev/shm"] if left else []
     _show(console, soak, result, looks, time.monotonic() - began_s)
     for line in findings:
