@@ -125,6 +125,7 @@ class Coordinator:
         self._launchers: dict[str, Outbox] = {}
         self._pids: dict[str, int] = {}
         self._beats: dict[str, Any] = {}
+        self._front: Any = FromWorker().beat  # the newest of the worker that is furthest, also when all have gone
         self._samples: deque[tuple[float, int]] = deque()
         self._stopping = asyncio.Event()
         self._broken: Exception | None = None
@@ -375,6 +376,8 @@ class Coordinator:
     def _heard(self, worker_id: str, kind: str, body: Any) -> None:
         if kind == "beat":
             self._beats[worker_id] = body
+            if body.seq >= self._front.seq:
+                self._front = body
             self._note_samples(body.samples)
             self._post(lambda membership, now: m.on_beat(membership, worker_id, now))
             awaited = tuple(body.waiting_for)
@@ -579,7 +582,7 @@ class Coordinator:
         """What `shoal status` shows; everything in it can be written as JSON."""
         membership = self._membership
         newest = membership.newest
-        front = max(self._beats.values(), key=lambda beat: beat.seq, default=FromWorker().beat)
+        front = self._front
         workers = []
         for worker in membership.workers:
             beat = self._beats.get(worker.worker_id)
@@ -607,7 +610,7 @@ class Coordinator:
             "epoch": front.epoch,
             "samples": self._samples[-1][1] if self._samples else 0,
             "rate": self._rate(),
-            "loss": finite(front.loss) if self._beats else None,
+            "loss": finite(front.loss) if front.seq else None,
             "metrics": {name: value for name, value in front.metrics.items() if finite(value) is not None},
             "target": membership.target,
             "min": membership.min_size,
