@@ -86,8 +86,11 @@ def write(folder: Path, manifest: Mapping[str, Any], files: Mapping[str, Mapping
     """A new checkpoint in `folder`, which is there, whole and on the disk, when this returns. `manifest` has `step` and
     `generation` at least. Raises OSError, and leaves nothing then."""
     path = folder / f"step-{manifest['step']:09d}-g{manifest['generation']}"
-    if path.exists():  # the same workers at the same step: an earlier attempt, of which nobody knows if it is whole
-        shutil.rmtree(path)
+    if path.exists():  # of the same commit, by whoever was the lowest rank before
+        try:
+            return check(path).path
+        except CheckpointUnusable:
+            shutil.rmtree(path)
     folder.mkdir(mode=0o700, exist_ok=True)
     draft = folder / f".draft-{os.getpid()}-{path.name}"
     try:

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -791,6 +792,42 @@ def report(
     else:
         for line in (*page.summary(found), str(path)):
             print(line)
+    return 0
+
+
+@app.command(
+    epilog="""**Examples**
+
+`shoal web` — the newest job; open the address that it prints
+
+`shoal web runs/a --port 8080`"""
+)
+def web(
+    job: JobArgument = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="On loopback; 0 for any that is free.")] = 0,
+) -> int:
+    """Show a job live in a browser, with buttons to scale it, take a checkpoint and stop it."""
+    run_dir = rundir.find(job)
+    try:
+        import uvicorn
+
+        from shoal.web.app import application, new_key
+    except ImportError as problem:
+        raise errors.SettingsContradict(
+            f"shoal web needs {problem.name}, which is not installed; pip install 'shoal[web]'"
+        ) from None
+    key = new_key()
+    with socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            server.bind(("127.0.0.1", port))
+        except OSError as problem:
+            raise errors.SettingsContradict(
+                f"--port {port} cannot be used: {problem.strerror}; choose another, or 0 for any that is free"
+            ) from None
+        print(f"http://127.0.0.1:{server.getsockname()[1]}/?key={key}", flush=True)
+        config = uvicorn.Config(application(run_dir, key), log_level="warning", access_log=False)
+        uvicorn.Server(config).run(sockets=[server])
     return 0
 
 

@@ -21,6 +21,7 @@ LAYERS = [
     ("launch",),
     ("view",),
     ("report",),
+    ("web",),
     ("models",),
     ("testing",),
     ("bench",),

@@ -43,7 +43,9 @@ _ENDINGS = {
     "killed": "killed",
     "empty": "not begun",
 }
-_STYLE = """
+STYLE = (
+    plots.STYLE
+    + """
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
 main { max-width: 1008px; margin: 0 auto; padding: 20px 24px 48px; }
@@ -79,28 +81,24 @@ summary { cursor: pointer; font-weight: 600; margin: 36px 0 8px; font-size: 17px
   td.m, th.m { display: none; } td small { display: block; color: var(--soft); white-space: normal; }
   .cards { grid-template-columns: 1fr 1fr; } .card b { font-size: 18px; } th, td { padding: 5px 9px; } }
 """
+)
 
 
 def page(run: Run) -> str:
     """The whole page."""
     title = f"{run.name} · shoal"
-    body = "".join(
-        [
-            _header(run),
-            _cards(run),
-            _over_time(run),
-            _goodput(run),
-            _losses(run),
-            _reconfigurations(run),
-            _events(run),
-        ]
-    )
     return (
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{plots.STYLE}{_STYLE}</style></head>"
-        f"<body><main>{body}</main></body></html>\n"
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head>"
+        f"<body><main>{body(run)}</main></body></html>\n"
     )
+
+
+def body(run: Run) -> str:
+    """What is between the page's head and foot; it needs `STYLE`."""
+    parts = (_header, _cards, _over_time, _goodput, _losses, _reconfigurations, _events)
+    return "".join(part(run) for part in parts)
 
 
 def summary(run: Run) -> list[str]:
@@ -162,7 +160,7 @@ def _header(run: Run) -> str:
 
 def _wanted(settings: dict[str, object]) -> str | None:
     if "target" not in settings:
-        return str(settings["workers"]) if "workers" in settings else None
+        return None
     return f"{settings['target']} ({settings.get('min')} to {settings.get('max')})"
 
 

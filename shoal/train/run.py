@@ -53,7 +53,8 @@ def _run_alone(main: Callable[[Worker], None], environment: WorkerEnvironment) -
 
     try:
         script = sys.argv[0] or "python"
-        settings = {"script": script, "workers": 1}
+        # So that `shoal resume` can go on with it, from anywhere and with more workers.
+        settings = {"script": os.path.abspath(script), "args": sys.argv[1:], "min": 1, "max": 1, "target": 1}
         given = environment.dir
         run_dir = RunDir.create(given, settings) if given else create_default(script, settings)
         print(f"shoal: one worker, run directory {run_dir.path}", file=sys.stderr)

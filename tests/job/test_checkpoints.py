@@ -6,6 +6,9 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import pytest
 import torch
 
 from shoal import checkpoints
+from shoal.control.environment import WorkerEnvironment
 from shoal.control.rundir import RunDir
 from shoal.testing import FaultPlan, LocalJob
 from tests.job import training
@@ -90,6 +94,24 @@ def test_a_stopped_job_loses_no_step_and_a_checkpoint_can_be_asked_for(tmp_path:
     result = running.wait()
     assert_as_undisturbed(case, result)
     assert result.audit.redone == 0, "steps that were committed before the stop were done again"
+
+
+def test_a_script_that_ran_alone_goes_on_with_two_workers(tmp_path: Path) -> None:
+    case = Case(out=str(tmp_path / "out"), epochs=80)
+    (tmp_path / "out").mkdir()
+    environment = WorkerEnvironment(dir=str(tmp_path / "run"), checkpoint_every="5").to_env()
+    alone = subprocess.Popen([sys.executable, str(SCRIPT), *case.args()], env={**os.environ, **environment})
+    folder = RunDir(tmp_path / "run").checkpoints
+    while not checkpoints.listed(folder):
+        assert alone.poll() is None
+        time.sleep(0.01)
+    alone.kill()
+    alone.wait()
+    again = job(tmp_path, case)
+    again.resume(workers=2)
+    result = again.wait()
+    assert_as_undisturbed(case, result)
+    assert len(result.digests) == 2
 
 
 def test_a_disk_that_refuses_does_not_stop_the_training(tmp_path: Path) -> None:
