@@ -87,11 +87,12 @@ summary { cursor: pointer; font-weight: 600; margin: 36px 0 8px; font-size: 17px
 def page(run: Run) -> str:
     """The whole page."""
     title = f"{run.name} · shoal"
+    going = '<p class="soft">This is the job as it was when the page was made.</p>' if run.phase == "running" else ""
     return (
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(title)}</title><style>{STYLE}</style></head>"
-        f"<body><main>{body(run)}</main></body></html>\n"
+        f"<body><main>{body(run)}{going}</main></body></html>\n"
     )
 
 
@@ -151,10 +152,9 @@ def _header(run: Run) -> str:
     }
     said = " · ".join(f"{name} {value}" for name, value in told.items() if value is not None)
     reason = f'<p class="soft">{escape(run.reason)}</p>' if run.reason else ""
-    going = " The page shows it as it was when it was made." if run.phase == "running" else ""
     return (
         f'<h1>{escape(run.name)}<span class="badge" style="background: var(--{color})">{_ENDINGS[run.phase]}</span>'
-        f'</h1>{reason}<p class="soft">{escape(script)}</p><p class="soft">{escape(said)}.{going}</p>'
+        f'</h1>{reason}<p class="soft">{escape(script)}</p><p class="soft">{escape(said)}.</p>'
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 _RADIUS = 22
 _GAP = 74
-_TOP = 34
+_TOP = 44
 _COLORS = {"member": "green", "leaving": "amber", "warm": "teal", "joining": "silver", "parted": "gray"}
 _HOST_WIDE = 640
 
@@ -33,7 +33,7 @@ def picture(workers: Sequence[Mapping[str, Any]]) -> str:
         )
         for index, worker in enumerate(here):
             x = 46 + index % a_row * _GAP
-            places[worker["worker_id"]] = (x, y + _TOP + 28 + index // a_row * _GAP, worker)
+            places[worker["worker_id"]] = (x, y + _TOP + 18 + index // a_row * _GAP, worker)
         y += height
     members = [(x, at) for x, at, worker in places.values() if worker["rank"] is not None]
     for index, (x, at) in enumerate(members):
