@@ -37,6 +37,7 @@ class Fed(NamedTuple):
     hi: int
     ids_digest: int
     skipped: bool
+    last: bool = False  # step of a stream's epoch
 
 
 # In the file a record is its numbers in their order, 8 bytes each.
@@ -278,8 +279,8 @@ def _next_size(records: Records, here: npt.NDArray[np.intp]) -> int:
 
 def _check_digests(pass_: Pass, epoch: int, records: Records, findings: _Findings) -> None:
     """The ids that were fed are the ids of the order."""
-    order = pass_.order(epoch)
-    expected = [digest([order[lo:hi]]) for lo, hi in zip(records["lo"].tolist(), records["hi"].tolist(), strict=True)]
+    shares = zip(records["lo"].tolist(), records["hi"].tolist(), strict=True)
+    expected = [digest([pass_.ids(epoch, lo, hi)]) for lo, hi in shares]
     for record in records[records["ids_digest"] != np.array(expected)]:
         count = int(record["hi"] - record["lo"])
         # Only the digest is known: up to all of the share's samples were left out, and others fed in their place.
@@ -294,8 +295,13 @@ def _check_digests(pass_: Pass, epoch: int, records: Records, findings: _Finding
 def _check_cover(pass_: Pass, epoch: int, last: bool, records: Records, next_size: int, findings: _Findings) -> None:
     """The shares of an epoch tile what the epoch should have used."""
     reached = int(records["step_hi"].max(initial=0))
-    dropped = pass_.drop_last and pass_.num_samples - reached < pass_.step_samples(next_size)
-    end = reached if last or dropped else pass_.num_samples
+    end = reached
+    if pass_.num_samples is not None:
+        dropped = pass_.drop_last and pass_.num_samples - reached < pass_.step_samples(next_size)
+        end = reached if last or dropped else pass_.num_samples
+    elif not last and not records["last"].any():
+        findings.lost += 1  # or more: a stream does not say how long it is
+        findings.lines.append(f"pass {pass_.index}, epoch {epoch}: nobody fed what comes after {reached} in the stream")
     by_lo = np.argsort(records["lo"], kind="stable")
     lo, hi = np.append(records["lo"][by_lo], end), np.append(records["hi"][by_lo], end)
     covered_to = np.maximum.accumulate(np.append(0, hi[:-1]))

@@ -126,8 +126,8 @@ class Stepper:
                 totals=tuple(totals),
             )
             self._records.write(group.seq + 1, counted)
-            if after.position >= pass_.num_samples:
-                results.write(pass_.index, dict(zip(tally.metrics, totals, strict=True)), pass_.num_samples)
+            if after.position >= pass_.end:
+                results.write(pass_.index, dict(zip(tally.metrics, totals, strict=True)), attempt.batch.hi)
         self._write_audit(group, pass_, attempt, skipped=False)
         planned = group.commit()
         self.fresh = False
@@ -241,7 +241,7 @@ class Stepper:
                 pass_index=after.pass_index,
                 epoch=after.epoch,
                 # Decided here and not by whoever is there next: with drop_last, the end depends on their number.
-                position=pass_.num_samples if ended else after.position,
+                position=pass_.end if ended else after.position,
                 step=after.step,
                 samples=after.samples,
                 skipped=record.skipped + (not tally.finite),
@@ -260,7 +260,7 @@ class Stepper:
         self._audit.write(Fed(
             generation=group.generation.number, seq=group.seq + 1, pass_index=pass_.index, epoch=batch.epoch,
             step_lo=batch.lo, step_hi=batch.hi, lo=attempt.lo, hi=attempt.hi,
-            ids_digest=digest(attempt.ids), skipped=skipped,
+            ids_digest=digest(attempt.ids), skipped=skipped, last=batch.last,
         ))  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from shoal.data import ledger
 from shoal.data.batches import Fetched, Loader
@@ -403,11 +403,6 @@ def test_a_loader_process_killed_while_nobody_waits_for_it_is_an_error_in_the_ne
             then(loader)
 
 
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(20))
-
-
 entered = False
 
 
@@ -503,7 +498,6 @@ def test_loader_processes_vanish_when_their_worker_is_killed() -> None:
             DataUnusable,
             "Numbers has 20 samples now and had 21",
         ),
-        (lambda: Loader(Stream(), PASS), DataUnusable, "Stream cannot be read by index"),
         (lambda: Loader(Numbers(), PASS, num_workers=-1), SettingsContradict, "num_workers is -1; ask for 0"),
         (lambda: Loader(Numbers(), PASS, prefetch_factor=2), SettingsContradict, "prefetch_factor=2 needs loader"),
         (lambda: Loader(Numbers(), PASS, num_workers=1, prefetch_factor=0), SettingsContradict, "ask for 1 or more"),

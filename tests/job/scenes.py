@@ -6,12 +6,14 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
-from training import Case, data, model
+from training import Case, Stream, data, model
 
 import shoal
 from shoal.train.step import StepReport
@@ -265,6 +267,39 @@ def measures(worker: shoal.Worker) -> None:
         loss = nn.functional.cross_entropy(net(batch.data[0]), batch.data[1])
         worker.step(loss, first_id=batch.data[2].double().mean())
     write(worker, {"epochs": epochs, "reports": reports})
+
+
+def streams(worker: shoal.Worker) -> None:
+    """Trains on a stream, then scores all of it."""
+    net = model(Case(""))
+    samples, epochs, generations = data(Case("")), list[int](), list[int]()
+
+    class Watched(Stream):
+        def __iter__(self) -> Iterator[Any]:
+            generations.append(worker.generation)
+            return super().__iter__()
+
+    worker.attach(net, torch.optim.SGD(net.parameters(), lr=0.01), on_epoch=epochs.append)
+    for batch in worker.batches(Watched(samples), batch_size=20, epochs=4):
+        worker.step(loss_of(net, batch))
+
+    def score(batch: shoal.train.worker.Batch) -> dict[str, torch.Tensor]:
+        if worker.id == "w1" and batch.ids[0] > 200:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return {"loss": loss_of(net, batch)}
+
+    found = worker.evaluate(Stream(samples), score, batch_size=7)
+    loss = nn.functional.cross_entropy(net(samples.tensors[0]), samples.tensors[1]).item()
+    write(worker, {"epochs": epochs, "found": found, "loss": loss, "generations": generations})
+
+
+def streams_differ(worker: shoal.Worker) -> None:
+    """Each worker's stream comes in another order."""
+    net = model(Case(""))
+    worker.attach(net, torch.optim.SGD(net.parameters(), lr=0.01))
+    order = torch.randperm(480, generator=torch.Generator().manual_seed(os.getpid()))
+    for batch in worker.batches(Stream(TensorDataset(*data(Case(""))[order])), global_batch=20):  # type: ignore[arg-type]
+        worker.step(loss_of(net, batch))
 
 
 if __name__ == "__main__":

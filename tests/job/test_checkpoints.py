@@ -127,6 +127,17 @@ def test_a_disk_that_refuses_does_not_stop_the_training(tmp_path: Path) -> None:
     assert result.of("checkpoint_failed")
 
 
+@pytest.mark.parametrize("loader_workers", [0, 1])
+def test_a_stream_goes_on_where_the_checkpoint_was(tmp_path: Path, loader_workers: int) -> None:
+    case = Case(out=str(tmp_path / "out"), epochs=80, stream=True, loader_workers=loader_workers)
+    running = job(tmp_path, case, workers=2)
+    running.start()
+    running.wait_until(lambda: saved(running) > 2)
+    running.kill()
+    running.resume(workers=3)
+    assert_as_undisturbed(case, running.wait())
+
+
 def test_a_run_directory_in_use_and_one_of_a_newer_version_are_refused(tmp_path: Path) -> None:
     case = Case(out=str(tmp_path / "out"), epochs=2000)
     running = job(tmp_path, case)

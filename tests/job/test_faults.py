@@ -114,3 +114,13 @@ def test_forty_random_kills_a_job(tmp_path: Path, workers: int, loaders: int, op
     check(case, result)
     assert len(result.of("lost")) >= 40
     assert {fault["worker_id"] for fault in result.faults} == {event["worker_id"] for event in result.of("lost")}
+
+
+@pytest.mark.parametrize("loader_workers", [0, 2])
+def test_a_stream_is_used_once_while_workers_come_and_die(tmp_path: Path, loader_workers: int) -> None:
+    case = Case(str(tmp_path / "out"), epochs=40, stream=True, loader_workers=loader_workers, accumulate=2)
+    plan = FaultPlan().kill("w1", step=9, during="backward").join(at_step=17).kill("w0", step=63, during="before_done")
+    plan = plan.kill("w2", step=110, during="reduce")
+    result = run(case, tmp_path, plan, workers=3)
+    check(case, result)
+    assert survivors_kept_their_processes(result, {"w0", "w1", "w2"})

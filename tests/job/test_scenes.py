@@ -73,6 +73,24 @@ def test_every_sample_is_scored_and_predicted_once_while_workers_come_and_go(tmp
     assert sorted(path.name for path in (tmp_path / "out").iterdir() if path.suffix != ".json") == ["rows.npy"]
 
 
+def test_a_stream_is_trained_on_and_scored_once_though_nobody_knows_its_length(tmp_path: Path) -> None:
+    result = job(tmp_path, "streams", plan=FaultPlan().join(at_step=15)).run()
+    assert result.exit_code == 0, result.output
+    assert result.audit.clean, str(result.audit)
+    assert len(result.of("lost")) == 1, result.output
+    found = written(tmp_path)
+    assert found["w0"]["epochs"] == [0, 1, 2, 3]
+    assert found["w2"]["generations"][0] == 0, "the others waited while a newcomer read what they had used"
+    for one in found.values():
+        assert one["found"]["loss"] == pytest.approx(one["loss"], rel=1e-10)
+
+
+def test_streams_that_come_in_another_order_at_each_worker_end_the_job(tmp_path: Path) -> None:
+    result = job(tmp_path, "streams_differ").run()
+    assert result.exit_code == 2, result.output
+    assert "differ in first sample of the step" in result.output
+
+
 def test_a_script_may_call_batches_once_an_epoch_and_newcomers_find_the_right_one(tmp_path: Path) -> None:
     plan = FaultPlan().join(at_step=30).kill("w0", step=50, during="backward")
     result = job(tmp_path, "passes", plan=plan).run()

@@ -7,7 +7,7 @@ import functools
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import shoal
 from shoal.data.ledger import Cursor, Pass, advance, take
@@ -36,6 +36,7 @@ class Case:
     batchnorm: bool = False
     scheduler: bool = False
     loss: str = "mean"
+    stream: bool = False  # the data can only be iterated over
     pause_s: float = 0.0  # before each step, for a job that is to last
 
     def args(self) -> list[str]:
@@ -66,6 +67,14 @@ class Slow(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         return self._tensors[index]
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, tensors: TensorDataset) -> None:
+        self._tensors = tensors
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self._tensors[index] for index in range(len(self._tensors)))
 
 
 def data(case: Case) -> TensorDataset:
@@ -101,7 +110,7 @@ def reference(case: Case) -> tuple[dict[str, torch.Tensor], list[float]]:
     tensors, net = data(case), model(case)
     stepped = optimizer(case, net)
     schedule = schedulers(case, stepped)
-    pass_ = Pass(0, SAMPLES, case.epochs, 0, True, False, case.global_batch, None, case.accumulate)
+    pass_ = Pass(0, SAMPLES, case.epochs, 0, not case.stream, False, case.global_batch, None, case.accumulate)
     cursor, losses = Cursor(), []
     while (batch := take(pass_, cursor, 1)) is not None:
         ids = torch.from_numpy(np.array(pass_.order(batch.epoch)[batch.lo : batch.hi]))
@@ -134,7 +143,11 @@ def main(worker: shoal.Worker) -> None:
         schedulers=schedulers(case, stepped),
         on_step=lambda report: losses.update({report.step: report.loss}),
     )
-    tensors: Dataset[Any] = Slow(data(case)) if case.loader_workers else data(case)
+    tensors: Dataset[Any] = data(case)
+    if case.stream:
+        tensors = Stream(data(case))
+    elif case.loader_workers:
+        tensors = Slow(data(case))
     for batch in worker.batches(
         tensors, global_batch=case.global_batch, epochs=case.epochs, num_workers=case.loader_workers
     ):
