@@ -31,6 +31,9 @@ from shoal.testing import LocalJob
 
 _LOOK_EVERY = 25  # blows
 _SMALLEST, _LARGEST = 1, 5
+# A worker that is asked to leave is not replaced, and the job ends with the last one. One that was asked before may
+# not have been heard yet.
+_LEAVE_FROM = 3
 # A worker that is stopped must be seen and fenced; with the default budget that takes most of the time of a soak.
 _OPTIONS = ("--threads", "1", "--backoff", "0", "--restarts", "1000000", "--budget", "1", "--quiet", "--no-pin")
 _GROWTH = 1.5  # of the last quarter's median against the first's
@@ -77,6 +80,8 @@ class Soak:
                 self._job.scale(self._draw.randrange(_SMALLEST, _LARGEST + 1))
             elif kind == "coordinator":
                 self._job.kill_coordinator()
+            elif kind == "leave" and state.get("target", 0) < _LEAVE_FROM:
+                return
             else:
                 signum = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "leave": signal.SIGTERM}[kind]
                 os.kill(self._draw.choice(workers)["pid"], signum)
@@ -98,6 +103,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         job.start()
         try:
             return _run(job, chosen, console)
+        except TimeoutError as problem:
+            console.print(f"[red]{problem}")
+            return 1
         finally:
             if job.process.poll() is None:
                 job.kill()
