@@ -303,7 +303,7 @@ class Worker:
                 f"{type(dataset).__name__} does not say how many rows there will be; give a data set with __len__ and "
                 "__getitem__"
             )
-        rows = Rows(Path(out).absolute(), samples)
+        rows = Rows(Path(out).absolute(), samples, job=str(self._run_dir.settings()["created"]))
 
         def write(batch: Batch) -> Mapping[str, float]:
             rows.write(batch.fetched.lo, predict(batch), len(batch))
