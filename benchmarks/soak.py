@@ -52,6 +52,15 @@ class Look:
 
 
 def look(job: LocalJob) -> Look:
+    """Again, if a coordinator has just been killed: who dies while it is looked at cannot be counted."""
+    for _ in range(20):
+        with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError):
+            return _look(job)
+        time.sleep(0.1)
+    raise TimeoutError("the job's processes come and go so fast that they cannot be counted")
+
+
+def _look(job: LocalJob) -> Look:
     launcher = psutil.Process(job.process.pid)
     lasting = [launcher, *(child for child in launcher.children() if "shoal." in " ".join(child.cmdline()))]
     journal = [path for path in job.directory.glob("journal*") if path.is_file()]
