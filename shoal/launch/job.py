@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shoal import errors
+from shoal import checkpoints, errors
 from shoal.control import client
 from shoal.control.coordinator import OnError
 from shoal.control.environment import WorkerEnvironment
@@ -310,7 +310,12 @@ class Job:
         self._spawn(self._stop(grace_s))
 
     async def _stop(self, grace_s: float) -> None:
-        await self._launcher.stop(grace_s)
+        latest_s = self._loop.time() + grace_s + self._timeouts.save_s
+
+        def saving() -> bool:
+            return self._loop.time() < latest_s and checkpoints.being_written(self._run_dir.checkpoints)
+
+        await self._launcher.stop(grace_s, busy=saving)
         self._over.set()
 
     async def _close(self) -> None:
