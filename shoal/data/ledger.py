@@ -18,7 +18,8 @@ from shoal.errors import DataUnusable
 
 Ids = npt.NDArray[np.int64]
 
-# The position behind the end of a stream's epoch. How many samples a stream has shows only when its end comes.
+# The position of an epoch that is over. Whether it is, the step before decides and not whoever comes after it: how much
+# is dropped depends on their number, and how long a stream is shows only when its end comes.
 ENDED = 1 << 62
 
 
@@ -56,7 +57,8 @@ class Pass:
         if batch is None or batch < 1:
             raise self._unusable(f"the batch is {batch or 0} samples", "ask for 1 or more")
         if self.num_samples is None:
-            self._check_stream()
+            if self.shuffle:
+                raise self._unusable("a stream has its own order", "set shuffle=False, and shuffle where it is made")
         elif batch > self.num_samples:
             raise self._unusable(
                 f"{name} is {batch}, the data has {self.num_samples} samples",
@@ -79,26 +81,16 @@ class Pass:
                 "lower the batch, accumulate or the number of workers, or set drop_last=False",
             )
 
-    def _check_stream(self) -> None:
-        if self.shuffle:
-            raise self._unusable("a stream comes in its own order", "set shuffle=False, and shuffle where it is made")
-        if self.drop_last and self.global_batch is None:
-            raise self._unusable(
-                "drop_last with batch_size leaves the end of a stream to the number of workers",
-                "set global_batch instead, or drop_last=False",
-            )
-
-    @property
-    def end(self) -> int:
-        """The position behind the last sample of an epoch."""
-        return ENDED if self.num_samples is None else self.num_samples
-
     def step_samples(self, size: int) -> int:
         """How many samples a full step of `size` workers takes."""
         if self.global_batch is not None:
             return self.global_batch
         assert self.worker_batch is not None
         return self.worker_batch * size * self.accumulate
+
+    def too_few(self, size: int) -> int:
+        """Fewer samples than this are no step of `size` workers."""
+        return self.step_samples(size) if self.drop_last else 1
 
     def order(self, epoch: int) -> Ids:
         """The ids in the order the epoch uses them. A second pass with the same seed has another order."""
@@ -135,23 +127,25 @@ class GlobalBatch:
     epoch: int
     lo: int
     hi: int
-    last: bool = False  # of a stream's epoch, as its reader has found
+    last: bool = False  # of its epoch; of a stream's its reader knows
 
 
 def take(pass_: Pass, cursor: Cursor, size: int) -> GlobalBatch | None:
-    """The samples of the next step of `size` workers; None when the pass is complete. A stream may end before."""
+    """The samples of the next step of `size` workers; None when the pass is complete. A stream may have fewer."""
     assert cursor.pass_index >= pass_.index, f"pass {pass_.index} has not begun at {cursor}"
     if cursor.pass_index > pass_.index:
         return None
     pass_.check(size)
-    step_samples = pass_.step_samples(size)
     epoch, position = cursor.epoch, cursor.position
-    rest = pass_.end - position
-    if rest < (step_samples if pass_.drop_last else 1):
-        epoch, position, rest = epoch + 1, 0, pass_.end
+    if position == ENDED:
+        epoch, position = epoch + 1, 0
     if epoch >= pass_.epochs:
         return None
-    return GlobalBatch(epoch, position, position + min(step_samples, rest))
+    hi = position + pass_.step_samples(size)
+    if pass_.num_samples is None:
+        return GlobalBatch(epoch, position, hi)
+    hi = min(hi, pass_.num_samples)
+    return GlobalBatch(epoch, position, hi, last=pass_.num_samples - hi < pass_.too_few(size))
 
 
 def advance(cursor: Cursor, batch: GlobalBatch) -> Cursor:

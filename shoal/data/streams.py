@@ -86,7 +86,7 @@ class Stream(Dataset[Any]):
 
     def read(self, request: StreamRequest) -> StreamRead:
         nothing = StreamRead(None, np.empty(0, np.int64), None, 0, 0, 0, 0)
-        batch, ahead = request.batch, self._ahead(request.size)
+        batch, ahead = request.batch, self._pass.too_few(request.size)
         if self._stale(request.split_index):
             return nothing
         if batch.epoch != self._epoch:
@@ -97,7 +97,7 @@ class Stream(Dataset[Any]):
             return nothing
         self._check_as_long_as_before()
         hi = batch.hi if self._end is None else min(batch.hi, self._end)
-        if hi <= batch.lo or (self._pass.drop_last and hi < batch.hi):
+        if hi - batch.lo < (ahead if batch.lo == 0 else 1):
             return nothing._replace(end=hi)
         batch = replace(batch, hi=hi, last=self._end is not None and self._end - hi < ahead)
         lo, hi = ledger.micro(*ledger.split(batch, request.rank, request.size), self._pass.accumulate)[request.micro]
@@ -109,10 +109,6 @@ class Stream(Dataset[Any]):
                 data = self._collate(samples)
         first = fingerprint(self._kept[batch.lo - self._first])
         return StreamRead(data, np.arange(lo, hi, dtype=np.int64), batch, lo, hi, first, hi)
-
-    def _ahead(self, size: int) -> int:
-        """How far behind a step one must look to know whether it is the epoch's last."""
-        return self._pass.step_samples(size) if self._pass.drop_last else 1
 
     def _open(self, epoch: int) -> None:
         """Begin an epoch, or come into it where the job is."""

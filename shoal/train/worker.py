@@ -30,7 +30,7 @@ from shoal.control.timeouts import Timeouts
 from shoal.data import ledger
 from shoal.data.audit import AuditWriter, declare
 from shoal.data.batches import Fetched, Loader, samples_in
-from shoal.data.ledger import Cursor, Pass
+from shoal.data.ledger import ENDED, Cursor, Pass
 from shoal.errors import Changed
 from shoal.metrics import fault_point
 from shoal.seconds import CHECKPOINT, COMPUTE, EXCHANGE, INPUT, RECONFIGURE, Seconds
@@ -118,7 +118,6 @@ class Worker:
         self._current: Batch | None = None
         self._pass: Pass | None = None
         self._passes = 0
-        self._dropped: tuple[int, int] | None = None  # (pass, epoch) that ended by being dropped
         self._split_is_new = True  # the loader has to be started again
         self._asked_in = False
         self._metrics = MetricsFile(run_dir.metrics / f"{worker_id}.jsonl", run_dir.settings()["created"])
@@ -449,7 +448,6 @@ class Worker:
                 if self._stepper is not None and self._stepper.fresh and self._stepper.newest_pass > pass_.index:
                     return  # the others left this pass early, before this newcomer's first step
                 if self._split_is_new:
-                    self._end_dropped_epoch(pass_)
                     loader.start(self._cursor(pass_), self._group.rank, self._group.size)
                     self._split_is_new, self._attempt = False, None
                 fetched = loader.next()
@@ -594,20 +592,8 @@ class Worker:
                 scheduler.step()
 
     def _epoch_ended(self, pass_: Pass) -> bool:
-        """Whether the newest commit was the last of its epoch, by the size of the group that made it."""
-        return self._record.pass_index < pass_.index or self._record.position >= pass_.end
-
-    def _end_dropped_epoch(self, pass_: Pass) -> None:
-        """A larger group may find the rest of an epoch too small for a step and drop it: the epoch ends without one."""
-        assert self._group is not None
-        record = self._record
-        at = (record.pass_index, record.epoch)
-        if not record.step or not pass_.train or self._epoch_ended(pass_) or self._dropped == at:
-            return
-        following = ledger.take(pass_, self._cursor(pass_), self._group.size)
-        if following is None or following.epoch > record.epoch:
-            self._dropped = at
-            self._end_epoch(record.epoch)
+        """Whether the newest commit was the last of its epoch."""
+        return self._record.pass_index < pass_.index or self._record.position == ENDED
 
     def _end_epoch(self, epoch: int) -> None:
         self._step_schedulers(self._epoch_schedulers)

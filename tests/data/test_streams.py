@@ -121,6 +121,16 @@ def test_drop_last_leaves_the_ragged_end_out_and_the_step_before_knows_it(
     assert [cursor.position == ENDED for cursor in cursors] == ([False] * (kept // 6 - 1) + [True]) * 2
 
 
+def test_drop_last_leaves_out_what_is_too_little_for_the_workers_of_the_step_before() -> None:
+    pass_ = replace(STREAM, drop_last=True, global_batch=None, worker_batch=3, epochs=1)
+    found, cursors = used(Numbers, pass_, [2])
+    assert found == list(range(18))
+    assert [cursor.position for cursor in cursors] == [6, 12, ENDED]
+    found, cursors = used(Numbers, pass_, [2, 2, 4])
+    assert found == list(range(20))
+    assert [cursor.position for cursor in cursors] == [6, 12, ENDED]
+
+
 @LOADERS
 def test_a_step_that_comes_again_is_not_read_again(num_workers: int) -> None:
     stream = Numbers()
@@ -203,8 +213,6 @@ def test_an_epoch_without_a_step_is_told(stream: Any, pass_: Pass, epoch: int) -
 def test_what_a_stream_cannot_have_is_refused() -> None:
     with pytest.raises(DataUnusable, match="its own order; set shuffle=False"):
         replace(STREAM, shuffle=True)
-    with pytest.raises(DataUnusable, match="set global_batch instead"):
-        replace(STREAM, drop_last=True, global_batch=None, worker_batch=2)
 
 
 def test_a_stream_is_what_can_only_be_iterated_over() -> None:
