@@ -89,7 +89,7 @@ class Soak:
                 self._job.scale(self._draw.randrange(_SMALLEST, _LARGEST + 1))
             elif kind == "coordinator":
                 self._job.kill_coordinator()
-            elif kind == "leave" and state.get("target", 0) < _LEAVE_FROM:
+            elif kind == "leave" and len(workers) < _LEAVE_FROM:
                 return
             else:
                 signum = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "leave": signal.SIGTERM}[kind]
