@@ -30,6 +30,7 @@ from torch.utils.data import (
 
 from shoal.data import ledger, randomness
 from shoal.data.ledger import Cursor, GlobalBatch, Ids, Pass
+from shoal.data.nameless import leave_no_names
 from shoal.data.streams import Stream, StreamRequest
 from shoal.errors import DataUnusable, LoaderLost, SettingsContradict
 from shoal.process import die_with
@@ -404,6 +405,7 @@ def _as_is(read: Any) -> Any:
 def _enter_loader_process(parent_pid: int, in_child: Callable[[], None] | None, loader_index: int) -> None:
     """Tie this process's life to the worker's, and let go of what it inherited."""
     die_with(parent_pid)
+    leave_no_names()
     if in_child is not None:
         in_child()
     # An interrupt from the keyboard reaches the whole group of processes; the worker decides what becomes of it.

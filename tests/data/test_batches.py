@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -530,3 +531,45 @@ def test_reading_in_this_process_for_pinning_gives_the_same_and_leaves_randomnes
         pinning.start(Cursor(), 1, 2)
         assert draws_by_sample(rest_of(pinning)) == expected
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class Views(Dataset[Any]):
+    """Samples that a collate function may return as they are: tensors of the data set's own memory, and none."""
+
+    rows = torch.arange(20.0).view(20, 1)
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[index]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "collate"),
+    [
+        (Views(), None),
+        (TensorDataset(Views.rows), None),
+        (
+            Views(),
+            lambda samples: {"rows": torch.cat(samples).view(-1, 1), "empty": torch.empty(0), "first": samples[0]},
+        ),
+    ],
+)
+def test_what_loader_processes_hand_over_has_no_name_in_the_file_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dataset: Dataset[Any], collate: Callable[[list[Any]], Any] | None
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with loader_over(dataset, num_workers=2, collate_fn=collate) as loader:
+        loader.start(Cursor(), rank=0, size=1)
+        held = []
+        for fetched in iter(loader.next, None):
+            rows = (
+                fetched.data["rows"] if collate else fetched.data[0] if isinstance(fetched.data, list) else fetched.data
+            )
+            assert rows.flatten().tolist() == fetched.ids.tolist()
+            held.append(fetched)
+            mapped = {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+            assert any("/memfd:shoal-batch" in name for name in mapped)
+            assert not [name for name in mapped if "/dev/shm/torch_" in name]
+        assert list(tmp_path.iterdir()) == [], "a killed loader process would leave this"
