@@ -120,13 +120,21 @@ def prune(folder: Path, keep: int) -> None:
             shutil.rmtree(left, ignore_errors=True)
 
 
+def remove_drafts(folder: Path) -> None:
+    """Remove what writers have left. None of them may be alive."""
+    for left, _ in _drafts(folder):
+        shutil.rmtree(left, ignore_errors=True)
+
+
 def being_written(folder: Path) -> bool:
     """Whether somebody who lives is writing a checkpoint."""
-    return folder.is_dir() and any(Path(f"/proc/{pid}").exists() for _, pid in _drafts(folder))
+    return any(Path(f"/proc/{pid}").exists() for _, pid in _drafts(folder))
 
 
 def _drafts(folder: Path) -> list[tuple[Path, str]]:
     """What is not a checkpoint yet or any more, and the pid of who makes it so."""
+    if not folder.is_dir():
+        return []
     return [(path, found[1]) for path in folder.iterdir() if (found := _DRAFT.match(path.name))]
 
 

@@ -336,6 +336,7 @@ class Job:
         self._keeper.cancel()
         await asyncio.gather(self._keeper, return_exceptions=True)
         await self._coordinator.close(self._timeouts.budget_s)
+        self._run_dir.remove_drafts()
         self._echo(last=True)
         self._screen.close()
 
