@@ -821,6 +821,7 @@ def web(
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             server.bind(("127.0.0.1", port))
+            server.listen()  # before the address is told: who opens it at once waits, and is not refused
         except OSError as problem:
             raise errors.SettingsContradict(
                 f"--port {port} cannot be used: {problem.strerror}; choose another, or 0 for any that is free"
