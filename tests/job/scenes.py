@@ -13,16 +13,23 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
-from training import Case, Stream, data, model
+from training import Case, Gate, Stream, data, model
 
 import shoal
 from shoal.train.step import StepReport
 
 OUT = Path(sys.argv[2]) if len(sys.argv) > 2 else Path()
+GATE = Gate(OUT / "gate") if "gated" in sys.argv else None
 
 
 def loss_of(net: nn.Module, batch: shoal.train.worker.Batch) -> torch.Tensor:
     return nn.functional.cross_entropy(net(batch.x), batch.y)
+
+
+def hold(worker: shoal.Worker) -> None:
+    """Before a step of a scene whose end must not come before others do."""
+    if GATE is not None:
+        GATE.hold(worker)
 
 
 def write(worker: shoal.Worker, what: object) -> None:
@@ -59,6 +66,7 @@ def breaks(worker: shoal.Worker) -> None:
     worker.attach(net, torch.optim.SGD(net.parameters(), lr=0.01))
     for half in range(1, 121):
         for batch in worker.batches(data(Case("")), global_batch=24):
+            hold(worker)
             worker.step(loss_of(net, batch))
             if worker.steps >= 2 * half:
                 break
@@ -69,6 +77,7 @@ def stops(worker: shoal.Worker) -> None:
     net = model(Case(""))
     worker.attach(net, torch.optim.SGD(net.parameters(), lr=0.01))
     for batch in worker.batches(data(Case("")), global_batch=24, epochs=100):
+        hold(worker)
         worker.step(loss_of(net, batch))
         if worker.steps >= 6:
             break
@@ -82,6 +91,7 @@ def reconfigures(worker: shoal.Worker) -> None:
         net, torch.optim.SGD(net.parameters(), lr=0.01), on_reconfigure=lambda change: seen.append(vars(change))
     )
     for batch in worker.batches(data(Case("")), global_batch=24, epochs=20):
+        hold(worker)
         worker.step(loss_of(net, batch))
     write(worker, seen)
 
@@ -124,6 +134,7 @@ def ranks(worker: shoal.Worker) -> None:
     after = [worker.rank]
     for _ in range(3):
         for batch in worker.batches(data(Case("")), global_batch=24, epochs=3):
+            hold(worker)
             worker.step(loss_of(net, batch))
         after.append(worker.rank)
     write(worker, after)
@@ -186,6 +197,7 @@ def decays(worker: shoal.Worker) -> None:
 
     worker.attach(net, optimizer, on_epoch=decay)
     for batch in worker.batches(data(Case("")), global_batch=480, epochs=300):
+        hold(worker)
         if worker.step(loss_of(net, batch)) and worker.steps % 7 == 0:
             with worker.edit():
                 optimizer.param_groups[0]["weight_decay"] = worker.steps / 100_000
@@ -281,6 +293,7 @@ def streams(worker: shoal.Worker) -> None:
 
     worker.attach(net, torch.optim.SGD(net.parameters(), lr=0.01), on_epoch=epochs.append)
     for batch in worker.batches(Watched(samples), batch_size=20, epochs=4):
+        hold(worker)
         worker.step(loss_of(net, batch))
 
     def score(batch: shoal.train.worker.Batch) -> dict[str, torch.Tensor]:

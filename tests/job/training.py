@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -37,10 +38,32 @@ class Case:
     scheduler: bool = False
     loss: str = "mean"
     stream: bool = False  # the data can only be iterated over
-    pause_s: float = 0.0  # before each step, for a job that is to last
+    gate: str = ""  # the path of a `Gate` before each step
 
     def args(self) -> list[str]:
         return [json.dumps(asdict(self))]
+
+
+class Gate:
+    """How far a training may go: however late a test looks, the job has not run past what the test waits for."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._step = 0  # as far as this side knows
+
+    def open(self, step: int) -> None:
+        """For the test: steps up to this one may be made."""
+        draft = self.path.with_name(self.path.name + ".draft")
+        draft.write_text(str(step))
+        os.replace(draft, self.path)
+
+    def hold(self, worker: shoal.Worker) -> None:
+        """For the script, before each step. A change of workers is let through, and with it one step at most: it has
+        to come about, and a job that is stopped has to end."""
+        while worker.steps >= self._step and worker._notice.newest <= worker.generation:
+            self._step = int(self.path.read_text()) if self.path.exists() else 0
+            if worker.steps >= self._step:
+                time.sleep(0.002)
 
 
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
@@ -148,10 +171,12 @@ def main(worker: shoal.Worker) -> None:
         tensors = Stream(data(case))
     elif case.loader_workers:
         tensors = Slow(data(case))
+    gate = Gate(Path(case.gate))
     for batch in worker.batches(
         tensors, global_batch=case.global_batch, epochs=case.epochs, num_workers=case.loader_workers
     ):
-        time.sleep(case.pause_s)
+        if case.gate:
+            gate.hold(worker)
         worker.step(loss_of(case, net(batch.x), batch.y))
     torch.save({"state": net.state_dict(), "losses": losses}, out / f"{worker.id}.pt")
 
