@@ -193,10 +193,11 @@ def test_everything_is_killed_again_and_again(tmp_path: Path, seed: int) -> None
     plan = FaultPlan().kill("w1", step=draw.randrange(5, 100), during="reduce")
     running = job(tmp_path, case, workers=draw.randrange(1, 4), every=str(draw.randrange(3, 40)), plan=plan)
     running.start()
-    watched = Watched(running, gate)
-    for _ in range(8):
-        watched.reach(draw.randrange(1, 200))
-        running.kill()
-        running.resume(workers=draw.randrange(1, 5))
-    gate.open(2500)
-    assert_as_undisturbed(case, running.wait())
+    with Watched(running, gate) as watched:
+        for _ in range(8):
+            watched.reach(draw.randrange(1, 200))
+            running.kill()
+            running.resume(workers=draw.randrange(1, 5))
+        gate.open(2500)
+        result = running.wait()
+    assert_as_undisturbed(case, result)

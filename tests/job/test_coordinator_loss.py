@@ -222,18 +222,18 @@ def test_a_seeded_sweep_of_coordinator_kills(tmp_path: Path, workers: int) -> No
     Path(case.out).mkdir()
     job = LocalJob(SCRIPT, case.args(), workers=workers, directory=tmp_path / "run", options=MANY)
     job.start()
-    watched = Watched(job, gate)
-    for _ in range(21):
-        watched.reach(draw.randrange(1, 20))
-        victim = draw.choice([None, None, draw.randrange(workers)])
-        pid = None if victim is None else pid_of(job, victim)
-        job.kill_coordinator(draw.choice(["kept", "kept", "kept", "kept", "deleted", "overwritten"]))
-        if pid is not None:
-            os.kill(pid, signal.SIGKILL)
-    watched.reach(1)
-    job.coordinator()
-    gate.open(2000)
-    result = job.wait(600)
+    with Watched(job, gate) as watched:
+        for _ in range(21):
+            watched.reach(draw.randrange(1, 20))
+            victim = draw.choice([None, None, draw.randrange(workers)])
+            pid = None if victim is None else pid_of(job, victim)
+            job.kill_coordinator(draw.choice(["kept", "kept", "kept", "kept", "deleted", "overwritten"]))
+            if pid is not None:
+                os.kill(pid, signal.SIGKILL)
+        watched.reach(1)
+        job.coordinator()
+        gate.open(2000)
+        result = job.wait(600)
     check(case, result)
     check_decisions(result)
     assert len(result.of("restarted")) >= 20

@@ -70,18 +70,18 @@ def test_whoever_is_killed_the_job_ends_as_if_undisturbed_and_leaves_nothing(
     )
     options = (*MANY, "--checkpoint-every", str(draw.randrange(3, 30)))
     job = LocalJob(SCRIPT, case.args(), workers=draw.randrange(1, 5), directory=tmp_path / "run", options=options)
-    watched = Watched(job, gate)
-    job.start()
     done: Counter[str] = Counter()
-    for kind in plan(seed):
-        watched.reach(draw.randrange(1, UNTIL_THE_NEXT))
-        traces.note(job)
-        if kill(watched, kind, draw):
-            job.resume(workers=draw.randrange(1, 5), options=["--quiet"])
-        done[kind] += 1
-    watched.reach(1)
-    gate.open(EPOCHS * STEPS_AN_EPOCH)
-    result = job.wait()
+    job.start()
+    with Watched(job, gate) as watched:
+        for kind in plan(seed):
+            watched.reach(draw.randrange(1, UNTIL_THE_NEXT))
+            traces.note(job)
+            if kill(watched, kind, draw):
+                job.resume(workers=draw.randrange(1, 5), options=["--quiet"])
+            done[kind] += 1
+        watched.reach(1)
+        gate.open(EPOCHS * STEPS_AN_EPOCH)
+        result = job.wait()
     assert done == KILLS
     assert_as_undisturbed(case, result)
     assert result.steps == EPOCHS * STEPS_AN_EPOCH

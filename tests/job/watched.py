@@ -25,6 +25,14 @@ class Watched:
         self.job, self._gate = job, gate
         self._furthest = 0
 
+    def __enter__(self) -> Watched:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Whatever went wrong, the job does not go on."""
+        if self.job.process.poll() is None:
+            self.job.kill()
+
     def reach(self, more: int) -> None:
         """Until the job is so many steps further than ever before. It goes on for a few, so it trains when this
         returns, and is not at its end."""
@@ -44,8 +52,12 @@ class Watched:
         return self.fork_server().children()
 
     def fork_server(self) -> psutil.Process:
-        children = psutil.Process(self.job.process.pid).children()
-        return next(child for child in children if "shoal.launch.forkserver" in child.cmdline())
+        def serves(child: psutil.Process) -> bool:
+            with contextlib.suppress(psutil.NoSuchProcess):  # a coordinator that was just killed
+                return "shoal.launch.forkserver" in child.cmdline()
+            return False
+
+        return next(filter(serves, psutil.Process(self.job.process.pid).children()))
 
     def settle(self) -> None:
         """Until all the workers that are wanted have made a step together."""
@@ -65,10 +77,11 @@ def _newest(words: Path) -> tuple[int, Record]:
     """A record stays as it is until the second commit after its own."""
     fd = os.open(words, os.O_RDONLY)
     try:
-        while True:
+        while os.fstat(fd).st_size:  # it has just been made, otherwise
             (tag,) = struct.unpack("<Q", os.pread(fd, 8, 0))
             record = Records(memoryview(os.pread(fd, 1024, _RECORD_AT))).read(seq_of(tag))
             if os.pread(fd, 8, 0) == struct.pack("<Q", tag):
                 return generation_of(tag), record if tag else Record()
+        return 0, Record()
     finally:
         os.close(fd)
