@@ -166,8 +166,9 @@ class CoordinatorProcess:
 
 
 def clear_shared_memory(loaders: Path) -> None:
-    """Remove what loader processes that were killed have left in /dev/shm: torch names a piece after its maker, and
-    takes the name away at once, unless it is killed in between. All of them are dead by now."""
+    """Remove what data sets that share tensors themselves have left in /dev/shm, in loader processes that were killed:
+    torch names a piece after its maker, and takes the name away at once, unless it is killed in between. All of them
+    are dead by now."""
     pids = loaders.read_text().split() if loaders.exists() else []
     for pid in pids:
         for left in Path("/dev/shm").glob(f"torch_{pid}_*"):
