@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -84,6 +85,7 @@ class Loader:
         self._source = _Source(dataset, pass_, collate_fn)
         self._requests = _Requests(pass_)
         self._plan: Iterator[_Piece] | None = None
+        self._added = _Queue()
         self._fetched: Iterator[tuple[Any, Ids]] = iter(())
         pin_memory = pin_memory and torch.cuda.is_available()
         self._torch_loader: DataLoader[Any] | None = None
@@ -118,8 +120,41 @@ class Loader:
             with self._watched():
                 self._fetched = iter(self._torch_loader)
 
+    def follow(self) -> None:
+        """Read what `add` names, in that order, instead of a split."""
+        self._added, self._requests.added = _Queue(), _Queue()
+        self.start(Cursor(self._pass.index), rank=0, size=1)
+        self._plan = self._added
+
+    def add(self, epoch: int, lo: int, hi: int) -> None:
+        """Read the range [lo, hi) of the epoch's order too, by steps of one worker."""
+        assert self._requests.added is not None, "add() before follow()"
+        step_samples = self._pass.step_samples(size=1)
+        for at in range(lo, hi, step_samples):
+            batch = GlobalBatch(epoch, at, min(at + step_samples, hi))
+            cuts = ledger.micro(batch.lo, batch.hi, self._pass.accumulate)
+            pieces = [_Piece(batch, *cut, index) for index, cut in enumerate(cuts)]
+            self._added.pieces.extend(pieces)
+            self._requests.added.pieces.extend(piece for piece in pieces if piece.hi > piece.lo)
+        iterator: Any = self._fetched
+        with self._watched():
+            # torch asks for one request more with each batch that it gives, and does not ask again if there was none.
+            while self._processes and self._requests.added.pieces and iterator._tasks_outstanding < self.depth:
+                iterator._try_put_index()
+
+    @property
+    def depth(self) -> int:
+        """How many micro-batches are read ahead."""
+        loader = self._torch_loader
+        return 0 if loader is None else loader.num_workers * (loader.prefetch_factor or 0)
+
+    @property
+    def left(self) -> int:
+        """How many micro-batches were added that `next` has not given."""
+        return len(self._added.pieces)
+
     def next(self) -> Fetched | None:
-        """The next micro-batch; None at the end of the pass."""
+        """The next micro-batch; None at the end of the pass, or of what was added so far."""
         assert self._plan is not None, "next() before start()"
         piece = next(self._plan, None)
         if piece is None:
@@ -250,18 +285,43 @@ class _Requests:
     def __init__(self, pass_: Pass) -> None:
         self._pass = pass_
         self._from: tuple[int, Cursor, int, int] | None = None
+        self.added: _Queue | None = None  # what is asked for instead of a split
 
     def restart(self, split_index: int, cursor: Cursor, rank: int, size: int) -> None:
         self._from = (split_index, cursor, rank, size)
 
     def __iter__(self) -> Iterator[_Request]:
+        if self._from is not None and self.added is not None:
+            # Not a generator: that would have ended for good when there is nothing for now.
+            return map(partial(self._request, self._from[0]), self.added)
+        return self._of_split()
+
+    def _of_split(self) -> Iterator[_Request]:
         if self._from is None:
             return
         split_index, cursor, rank, size = self._from
         for piece in _plan(self._pass, cursor, rank, size):
             if piece.hi > piece.lo:
-                epoch = piece.batch.epoch
-                yield _Request(split_index, epoch, self._pass.order(epoch)[piece.lo : piece.hi])
+                yield self._request(split_index, piece)
+
+    def _request(self, split_index: int, piece: _Piece) -> _Request:
+        epoch = piece.batch.epoch
+        return _Request(split_index, epoch, self._pass.order(epoch)[piece.lo : piece.hi])
+
+
+class _Queue:
+    """Gives what was added, ends while there is nothing, and goes on when there is again."""
+
+    def __init__(self) -> None:
+        self.pieces: deque[_Piece] = deque()
+
+    def __iter__(self) -> Iterator[_Piece]:
+        return self
+
+    def __next__(self) -> _Piece:
+        if not self.pieces:
+            raise StopIteration
+        return self.pieces.popleft()
 
 
 class _Source(Dataset[Any]):
