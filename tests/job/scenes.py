@@ -241,7 +241,7 @@ def evaluates(worker: shoal.Worker) -> None:
 
 
 def leased(worker: shoal.Worker) -> None:
-    """No lockstep: each worker at the pace of the argument that names it, or of `else`, until the file `go` is there."""
+    """No lockstep: each worker at the pace of the argument that names it, or of `else`, until there is a file `go`."""
     net = model(Case(""))
     paces = dict(pair.split("=") for pair in sys.argv[5:])
     pause_s = float(paces.get(worker.id, paces.get("else", "0")))
