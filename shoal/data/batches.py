@@ -139,7 +139,7 @@ class Loader:
         iterator: Any = self._fetched
         with self._watched():
             # torch asks for one request more with each batch that it gives, and does not ask again if there was none.
-            while self._processes and self._requests.added.pieces and iterator._tasks_outstanding < self.depth:
+            while self._processes and self._requests.added.pieces and _in_flight(iterator) < self.depth:
                 iterator._try_put_index()
 
     @property
@@ -227,6 +227,11 @@ def _processes_of(iterator: Any) -> list[BaseProcess]:
     _remove_worker_pids(id(iterator))
     iterator._worker_pids_set = False
     return list(iterator._workers)
+
+
+def _in_flight(iterator: Any) -> int:
+    """Requests whose batch was not given yet; some may have come before their turn."""
+    return int(iterator._send_idx - iterator._rcvd_idx)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from shoal.data.batches import Fetched, Loader
+from shoal.data.batches import Fetched, Loader, _in_flight
 from shoal.data.ledger import Pass
 
 PASS = Pass(0, 50, 3, 5, True, False, None, 4, 1, leased=True)
@@ -65,9 +66,36 @@ def test_more_that_comes_while_some_is_left_is_read_ahead_again(loader: Loader) 
     loader.add(0, 4, 40)
     assert loader.next() is not None
     if loader.depth:
-        iterator: Any = loader._fetched
-        assert iterator._tasks_outstanding == loader.depth
+        assert _in_flight(loader._fetched) == loader.depth
     assert len(drained(loader)) == 9
+
+
+class Overtaken(Dataset[Any]):
+    """The first batch of the one process is read after two of the other."""
+
+    def __init__(self) -> None:
+        self._others = multiprocessing.get_context("fork").Event()
+
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, index: int) -> Any:
+        if index == PASS.order(0)[15]:
+            self._others.set()
+        elif index == PASS.order(0)[0]:
+            assert self._others.wait(60)
+        return torch.tensor(index**2)
+
+
+def test_more_that_comes_after_a_batch_that_was_overtaken_is_read_in_its_order() -> None:
+    loader = Loader(Overtaken(), PASS, num_workers=2)
+    loader.follow()
+    loader.add(0, 0, 40)
+    first = loader.next()
+    assert first is not None
+    loader.add(0, 40, 50)
+    assert [it.lo for it in (first, *drained(loader))] == list(range(0, 50, 4))
+    loader.close()
 
 
 def test_steps_are_cut_in_micro_batches_of_which_some_may_be_empty() -> None:
