@@ -20,7 +20,7 @@ class Borrowed:
         self._new: deque[Lease] = deque()  # granted, and not taken by the training thread yet
         self._heard = 0
         self._wants = 0
-        self._over = False
+        self._over = self._complete = False
 
     # The client's threads.
 
@@ -37,10 +37,11 @@ class Borrowed:
         with self._lock:
             if lease.number <= self._heard:
                 return True
-            self._heard, self._wants = lease.number, 0
+            self._heard = lease.number
             self._held[lease.number] = lease
             wanted = self._extent is not None and lease.shard.pass_index == self._extent.pass_index
             if wanted:
+                self._wants = 0
                 self._new.append(lease)
             else:
                 self._ended.add(lease.number)
@@ -52,16 +53,16 @@ class Borrowed:
                 self._ended.discard(number)
                 del self._held[number]
 
-    def on_pass_over(self, pass_index: int) -> None:
+    def on_pass_over(self, pass_index: int, complete: bool) -> None:
         with self._lock:
             if self._extent is not None and self._extent.pass_index == pass_index:
-                self._over, self._wants = True, 0
+                self._over, self._complete, self._wants = True, complete, 0
 
     # The training thread.
 
     def begin(self, extent: Extent) -> None:
         with self._lock:
-            self._extent, self._over = extent, False
+            self._extent, self._over, self._complete = extent, False, False
 
     def leave(self) -> None:
         """The pass is left, at its end or before: what is not used of it goes back."""
@@ -96,8 +97,13 @@ class Borrowed:
 
     @property
     def over(self) -> bool:
-        """Whether all of the pass is used, by all workers together."""
+        """Whether there will be no more of the pass: it is complete, or the others have left it early."""
         return self._over
+
+    @property
+    def complete(self) -> bool:
+        """Whether all of the pass is used, by all workers together."""
+        return self._complete
 
     @property
     def heard(self) -> int:

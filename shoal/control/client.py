@@ -360,7 +360,7 @@ class Client:
         else:
             with self._news:
                 if kind == "pass_over":
-                    self.borrowed.on_pass_over(body.pass_index)
+                    self.borrowed.on_pass_over(body.pass_index, body.complete)
                 elif kind == "welcome":
                     self._slot = body.slot
                 elif kind == "bye":

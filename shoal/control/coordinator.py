@@ -252,7 +252,8 @@ class Coordinator:
             membership, instructions = m.rebuild(founding, reports, rosters, known.slots, known.number, now)
             newest = "no generation" if membership.newest is None else f"generation {membership.newest.number}"
             text = f"{newest}, from {counted(len(known.reports), 'worker')}; the next is {membership.number + 1}"
-            membership = replace(membership, lent=self._lent(known))
+            strangers = tuple(it.worker_id for it in membership.workers if it.worker_id not in known.reports)
+            membership = replace(membership, lent=replace(self._lent(known), strangers=strangers))
             return membership, [m.Log("rebuilt", "", text), *instructions]
 
         # Before all that was heard meanwhile: joins, rosters and deaths are handled as after any restart.
@@ -520,7 +521,8 @@ class Coordinator:
         elif isinstance(instruction, m.Settled):
             self._tell_worker(instruction.worker_id, ToWorker(settled={"numbers": instruction.numbers}))
         elif isinstance(instruction, m.PassOver):
-            self._tell_worker(instruction.worker_id, ToWorker(pass_over={"pass_index": instruction.pass_index}))
+            over = {"pass_index": instruction.pass_index, "complete": instruction.complete}
+            self._tell_worker(instruction.worker_id, ToWorker(pass_over=over))
         elif isinstance(instruction, m.Fence):
             self._tell_launchers(ToLauncher(fence={"worker_id": instruction.worker_id}))
         elif isinstance(instruction, m.Excuse):

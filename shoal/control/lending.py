@@ -24,13 +24,18 @@ from shoal.wording import counted
 def on_said(membership: Membership, worker_id: str, said: Said) -> Outcome:
     """A worker says what it holds and how far it is; for the first time or again.
 
-    One that holds what the job has given back, because the journal was lost and the worker silent for too long, is
-    fenced: what it used since dies with it, and may be used by another.
+    One that holds what the job has taken back, because the journal was lost and the worker silent for too long, is
+    fenced: what it used since dies with it, and may be used by another. A newcomer in a pass that others have left
+    early leaves it too, and meets them in the next.
     """
     worker = membership.worker(worker_id)
     if worker is None or worker.fenced or worker.state not in (State.MEMBER, State.LEAVING):
         return membership, []
     lent, settled = membership.lent, []
+    if worker_id in lent.strangers:
+        if said.held:
+            return fence(membership, worker_id, "it comes too late with its leases: the job has taken them back")
+        lent = replace(lent, strangers=tuple(other for other in lent.strangers if other != worker_id))
     for lease in said.held:
         known = lent.lease(lease.number)
         if known is not None and known.worker_id == worker_id:
@@ -41,10 +46,14 @@ def on_said(membership: Membership, worker_id: str, said: Said) -> Outcome:
             lent = leases.end(lent, lease.number)
             settled.append(lease.number)
     untold = [lease for lease in lent.leases if lease.worker_id == worker_id and lease.number > said.heard]
+    instructions: list[Instruction] = [Granted(worker_id, lease) for lease in untold]
     if said.extent is not None and said.wants and not untold:
         lent = leases.begin(lent, said.extent)
-        lent = leases.wish(lent, Wish(worker_id, said.extent.pass_index, said.wants))
-    instructions: list[Instruction] = [Granted(worker_id, lease) for lease in untold]
+        index = said.extent.pass_index
+        if not said.heard and leases.left_early(lent, index):
+            instructions.append(PassOver(worker_id, index, complete=leases.complete(lent, index)))
+        else:
+            lent = leases.wish(lent, Wish(worker_id, index, said.wants))
     if settled:
         instructions.append(Settled(worker_id, tuple(settled)))
     return replace(membership, lent=lent), instructions

@@ -230,10 +230,12 @@ class Settled:
 
 @dataclass(frozen=True)
 class PassOver:
-    """For the worker: every sample of the pass is used."""
+    """For the worker: every sample of the pass is used. If it is not complete, others have left it early, and a
+    newcomer leaves it too."""
 
     worker_id: str
     pass_index: int
+    complete: bool = True
 
 
 Instruction = (

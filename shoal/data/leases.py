@@ -87,6 +87,7 @@ class Lent:
     leases: tuple[Lease, ...] = ()
     samples: int = 0  # used, of leases that have ended, in all passes
     steps: int = 0  # likewise
+    strangers: tuple[str, ...] = ()  # workers that live, and had not said what they hold when the journal was lost
     wishes: tuple[Wish, ...] = field(default=(), compare=False)  # each worker says its own again to a new coordinator
 
     def lease(self, number: int) -> Lease | None:
@@ -143,6 +144,11 @@ def complete(lent: Lent, pass_index: int) -> bool:
 def wish(lent: Lent, wanted: Wish) -> Lent:
     """The worker waits for a lease; a wish of its own before is replaced."""
     return replace(lent, wishes=(*_without(lent, wanted.worker_id), wanted))
+
+
+def left_early(lent: Lent, pass_index: int) -> bool:
+    """Whether somebody is in a later pass already; this one need not be complete."""
+    return any(one.extent.pass_index > pass_index for one in lent.passes)
 
 
 def forget_wish(lent: Lent, worker_id: str) -> Lent:
@@ -281,6 +287,7 @@ def from_dict(value: Mapping[str, Any]) -> Lent:
     """What `asdict` made of it; without the wishes, which are said again."""
     return Lent(
         number=value["number"],
+        strangers=tuple(value["strangers"]),
         passes=tuple(
             Lending(
                 **{

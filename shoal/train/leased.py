@@ -119,8 +119,10 @@ class Lessee:
             duration_s=time.perf_counter() - attempt.began_s,
         )
 
-    def complete(self, group: Group) -> None:
-        """Write down that the coordinator has declared the pass complete."""
+    def mark_complete(self, group: Group) -> None:
+        """Write it down if the coordinator has declared the pass complete."""
+        if not self._borrowed.complete:
+            return
         self._audit.write(Fed(
             generation=group.generation.number, seq=max(1, self._borrowed.heard), pass_index=self._pass.index,
             epoch=self._pass.epochs, step_lo=0, step_hi=0, lo=0, hi=0, ids_digest=digest([]), skipped=False,

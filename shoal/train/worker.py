@@ -507,7 +507,7 @@ class Worker:
                     for ended in range(lessee.epoch, epoch):
                         self._end_epoch(ended)
                 if fetched is None:
-                    lessee.complete(self._group)
+                    lessee.mark_complete(self._group)
                     return
                 lessee.epoch = max(epoch, lessee.epoch or 0)
                 self._current = batch = self._open(pass_, fetched)

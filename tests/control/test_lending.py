@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +18,7 @@ from shoal.control.borrowed import Borrowed
 from shoal.control.membership import Fence, Granted, Log, Membership, Outcome, PassOver, Settled, State
 from shoal.data import audit
 from shoal.data.audit import AuditReport, AuditWriter, Fed
-from shoal.data.leases import Lease, Said, Shard, extent_of
+from shoal.data.leases import Lease, Lent, Said, Shard, extent_of
 from shoal.data.ledger import Pass
 
 
@@ -89,7 +90,7 @@ class World:
             elif isinstance(one, Settled):
                 worker.borrowed.on_settled(one.numbers)
             elif isinstance(one, PassOver):
-                worker.borrowed.on_pass_over(one.pass_index)
+                worker.borrowed.on_pass_over(one.pass_index, one.complete)
             assert not isinstance(one, Fence), "nobody was silent"
         for worker_id in again:
             self.say(worker_id)
@@ -269,6 +270,48 @@ def test_who_comes_back_with_a_lease_that_was_given_away_is_fenced_first() -> No
     assert not only(told, Granted)
     _, told = ask(membership, "w0", Said(EXTENT, (), heard=7, wants=2))
     assert not told, "until it is gone, nothing it says counts"
+
+
+@pytest.mark.parametrize("ended", [(), (7,)])
+def test_who_was_silent_while_the_journal_was_lost_and_has_leases_is_fenced(ended: tuple[int, ...]) -> None:
+    """It may have used up what others were given meanwhile."""
+    held = (Lease(7, "w0", Shard(0, 0, 0, 8), 8),)
+    membership = replace(running("w0", "w1"), lent=Lent(number=7, strangers=("w0", "w1")))
+    _, told = ask(membership, "w0", Said(EXTENT, held, ended, heard=7, wants=2))
+    assert only(told, Fence) == [Fence("w0")]
+    membership, told = ask(membership, "w1", Said(EXTENT, (), heard=5, wants=2))
+    assert [one.lease.number for one in only(told, Granted)] == [8]
+    _, told = ask(membership, "w1", Said(EXTENT, membership.lent.leases, heard=8))
+    assert not told
+
+
+def test_a_newcomer_leaves_a_pass_that_others_have_left_early_and_who_is_in_it_may_go_on() -> None:
+    membership, told = ask(running("w0", "w1", "w2"), "w0", Said(EXTENT, wants=1))
+    (lease,) = [one.lease for one in only(told, Granted)]
+    left = Said(replace(EXTENT, pass_index=1), (lease,), (1,), heard=1, wants=1)
+    membership, told = ask(membership, "w0", left)
+    assert [one.lease.shard.pass_index for one in only(told, Granted)] == [1]
+    _, told = ask(membership, "w1", Said(EXTENT, wants=1))
+    assert told == [PassOver("w1", 0, complete=False)]
+    _, told = ask(membership, "w2", Said(EXTENT, wants=1, heard=1))
+    assert [one.lease.shard for one in only(told, Granted)] == [lease.shard]
+
+
+def test_a_grant_of_a_pass_that_was_left_goes_back_and_the_next_one_is_still_wanted() -> None:
+    membership, told = ask(running("w0"), "w0", Said(EXTENT, wants=1))
+    (late,) = only(told, Granted)
+    borrowed = Borrowed()
+    borrowed.begin(EXTENT)
+    borrowed.ask(1)
+    borrowed.leave()
+    borrowed.begin(replace(EXTENT, pass_index=1))
+    borrowed.ask(1)
+    assert not borrowed.on_granted(late.lease)
+    said = borrowed.said()
+    assert said is not None
+    membership, told = ask(membership, "w0", said)
+    assert [one.lease.shard.pass_index for one in only(told, Granted)] == [1]
+    assert membership.lent.passes[0].returned == (late.lease.shard,)
 
 
 def test_a_leaver_gets_nothing_more_and_keeps_what_it_has_until_it_is_parked() -> None:
