@@ -70,7 +70,7 @@ class Rebuilding:
 
     def __init__(self, events: Path, until: float) -> None:
         self._until = until
-        self.number, self.slots = _remembered(events)
+        self.number, self.slots, self.losses = _remembered(events)
         self.reports: dict[str, m.Report] = {}
         self.rosters: dict[str, m.Roster] = {}
         self._gone: set[str] = set()
@@ -84,9 +84,10 @@ class Rebuilding:
         return now >= self._until or (bool(self.rosters) and live <= self.reports.keys() | self._gone)
 
 
-def _remembered(events: Path) -> tuple[int, dict[str, int]]:
-    """The highest number of a generation and the slot of every worker, from as much of the event log as is whole."""
-    number, slots = 0, {}
+def _remembered(events: Path) -> tuple[int, dict[str, int], int]:
+    """The highest number of a generation, the slot of every worker, and how often a journal was lost, from as much of
+    the event log as is whole."""
+    number, slots, losses = 0, {}, 0
     for line in events.read_bytes().split(b"\n"):
         try:
             event = json.loads(line)
@@ -94,9 +95,11 @@ def _remembered(events: Path) -> tuple[int, dict[str, int]]:
                 number = max(number, int(event["number"]))
             elif event["event"] == "joined":
                 slots[str(event["worker_id"])] = int(event["slot"])
+            elif event["event"] == "journal_lost":
+                losses += 1
         except (ValueError, KeyError, TypeError):
             continue
-    return number, slots
+    return number, slots, losses
 
 
 class Coordinator:
@@ -252,8 +255,9 @@ class Coordinator:
             membership, instructions = m.rebuild(founding, reports, rosters, known.slots, known.number, now)
             newest = "no generation" if membership.newest is None else f"generation {membership.newest.number}"
             text = f"{newest}, from {counted(len(known.reports), 'worker')}; the next is {membership.number + 1}"
-            strangers = tuple(it.worker_id for it in membership.workers if it.worker_id not in known.reports)
-            membership = replace(membership, lent=replace(self._lent(known), strangers=strangers))
+            lent = self._lent(known)
+            silent = [it.worker_id for it in membership.workers if it.worker_id not in known.reports]
+            membership = replace(membership, lent=replace(lent, strangers=(*lent.strangers, *silent)))
             return membership, [m.Log("rebuilt", "", text), *instructions]
 
         # Before all that was heard meanwhile: joins, rosters and deaths are handled as after any restart.
@@ -266,7 +270,7 @@ class Coordinator:
 
         said = [one.leases for one in known.reports.values() if one.leases is not None and not one.dismissed]
         held = [lease for one in said for lease in one.held]
-        return lent(self.run_dir.audit, held, max((one.heard for one in said), default=0))
+        return lent(self.run_dir.audit, held, max((one.heard for one in said), default=0), known.losses)
 
     def _turn(self) -> None:
         try:

@@ -14,7 +14,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -186,16 +186,35 @@ def audit(directory: Path, committed_seq: int | None) -> AuditReport:
     )
 
 
-def lent(directory: Path, held: Sequence[Lease], heard: int) -> Lent:
-    """What the records know of leases when the journal is lost, beside those that workers still hold; `heard` is the
-    highest number that any of them was given."""
+def lent(directory: Path, held: Sequence[Lease], heard: int, losses: int) -> Lent:
+    """What the records know of leases when the journal is lost, for so many times, beside those that workers still
+    hold; `heard` is the highest number that any of them was given."""
     passes = _leased(directory)
     _, records = _by_kind(directory, _standing(directory, _read(directory)))
     number = max(heard, int(records["seq"].max(initial=0)))
+    # Somebody who was silent when an earlier journal was lost may hold what was taken back from it then.
+    stale = [lease for lease in held if _lent_again(lease, held, records)]
+    held = [lease for lease in held if lease not in stale]
     records = records[~np.isin(records["seq"], [lease.number for lease in held])]
     columns = (records[name].tolist() for name in ("pass_index", "epoch", "lo", "hi"))
     used = [Shard(*place) for place in zip(*columns, strict=True) if place[3] > place[2]]
-    return leases.rebuild([_extent(pass_) for pass_ in passes], used, held, number)
+    rebuilt = leases.rebuild([_extent(pass_) for pass_ in passes], used, held, number, losses)
+    return replace(rebuilt, strangers=tuple(sorted({lease.worker_id for lease in stale})))
+
+
+def _lent_again(lease: Lease, held: Sequence[Lease], records: Records) -> bool:
+    """Whether a newer lease has, or had, some of what this one has."""
+    shard = lease.shard
+    newer = records[(records["seq"] > lease.number) & (records["hi"] > records["lo"])]
+    newer = newer[(newer["pass_index"] == shard.pass_index) & (newer["epoch"] == shard.epoch)]
+    others = [
+        other.shard
+        for other in held
+        if other.number > lease.number and replace(other.shard, lo=shard.lo, hi=shard.hi) == shard
+    ]
+    return bool(((newer["lo"] < shard.hi) & (newer["hi"] > shard.lo)).any()) or any(
+        other.lo < shard.hi and other.hi > shard.lo for other in others
+    )
 
 
 class _Findings:

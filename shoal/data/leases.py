@@ -14,6 +14,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+# Numbers begin anew at a multiple of this with every journal that is lost: a worker that lives, and says nothing then,
+# may have a lease that is newer than all that are known.
+NUMBERS = 10**9
+
 
 @dataclass(frozen=True)
 class Extent:
@@ -87,7 +91,7 @@ class Lent:
     leases: tuple[Lease, ...] = ()
     samples: int = 0  # used, of leases that have ended, in all passes
     steps: int = 0  # likewise
-    strangers: tuple[str, ...] = ()  # workers that live, and had not said what they hold when the journal was lost
+    strangers: tuple[str, ...] = ()  # who live, and did not say in time what they held when the journal was lost
     wishes: tuple[Wish, ...] = field(default=(), compare=False)  # each worker says its own again to a new coordinator
 
     def lease(self, number: int) -> Lease | None:
@@ -216,11 +220,12 @@ def take_back(lent: Lent, worker_id: str) -> Lent:
     return forget_wish(lent, worker_id)
 
 
-def rebuild(extents: Iterable[Extent], used: Iterable[Shard], held: Iterable[Lease], number: int) -> Lent:
+def rebuild(extents: Iterable[Extent], used: Iterable[Shard], held: Iterable[Lease], number: int, losses: int) -> Lent:
     """Without a journal: what is `used` by leases that nobody holds any more, and what is `held`, of passes in their
-    order. All else was not lent, or is returned. `number` is the highest that anybody has seen."""
+    order. All else was not lent, or is returned. `number` is the highest that is known; `losses` says how often a
+    journal was lost, this time too."""
     used, held = list(used), tuple(held)
-    lent = Lent(number=max([number, *(lease.number for lease in held)]), leases=held)
+    lent = Lent(number=max(number, losses * NUMBERS), leases=held)
     for extent in extents:
         of_pass = [shard for shard in used if shard.pass_index == extent.pass_index]
         on_lease = [lease.shard for lease in held if lease.shard.pass_index == extent.pass_index]
