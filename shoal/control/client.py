@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shoal.control import protocol
+from shoal.control.borrowed import Borrowed
 from shoal.control.membership import Generation, SetTarget, Stop
 from shoal.control.protocol import CommandReply, CommandRequest, FromLauncher, FromWorker, ToLauncher, ToWorker
 from shoal.control.rundir import RunDir
@@ -213,6 +214,7 @@ class Client:
         self.newest: Generation | None = None
         self.dismissed = False  # the coordinator said Bye
         self.on_checkpoint: Callable[[], None] = lambda: None  # called when somebody asks for one
+        self.borrowed = Borrowed()
         self._link = Link(run_dir, "Work", ToWorker, timeouts, self._join, self._hear, self._beat)
 
     def connect(self) -> int:
@@ -268,6 +270,18 @@ class Client:
         body = {"kind": kind, "text": text, "fields_json": json.dumps(fields), "number": number}
         self._link.keep(f"wish {number}", FromWorker(note=body))
 
+    def tell_leases(self) -> None:
+        """Say what this worker has on lease. If the stream breaks, the next one opens with it."""
+        if (said := self.borrowed.said()) is not None:
+            self._link.say(FromWorker(leases=protocol.said_to_wire(said)))
+
+    def wait_for_lease(self, number: int, timeout_s: float) -> None:
+        """Until there is news of leases, a generation above `number`, or the timeout."""
+        with self._news:
+            self._news.wait_for(
+                lambda: self.borrowed.has_news or self.dismissed or self._newest_above(number) is not None, timeout_s
+            )
+
     def wait_newer(self, number: int, timeout_s: float) -> Generation | None:
         """The newest generation once it is above `number`; None after the timeout, or when dismissed meanwhile.
 
@@ -303,6 +317,7 @@ class Client:
                     "last_fault": self._last_fault,
                     "slot": self._slot,
                     "dismissed": self.dismissed,
+                    "leases": protocol.said_to_wire(self.borrowed.said()),
                 }
             )
 
@@ -318,6 +333,7 @@ class Client:
                 "waiting_for": progress.waiting_for,
                 "seconds": progress.seconds,
                 "metrics": progress.metrics,
+                "leases": protocol.said_to_wire(self.borrowed.said()),
             }
         )
 
@@ -337,9 +353,15 @@ class Client:
             self.on_checkpoint()
         elif kind == "heeded":
             self._link.drop(f"wish {body.number}")
+        elif kind == "settled":
+            self.borrowed.on_settled(body.numbers)
+        elif kind == "granted" and not self.borrowed.on_granted(protocol.lease_from_wire(body, self._worker_id)):
+            self.tell_leases()
         else:
             with self._news:
-                if kind == "welcome":
+                if kind == "pass_over":
+                    self.borrowed.on_pass_over(body.pass_index, body.complete)
+                elif kind == "welcome":
                     self._slot = body.slot
                 elif kind == "bye":
                     self.dismissed = True

@@ -25,14 +25,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from shoal.control import lending, prometheus, protocol
 from shoal.control import membership as m
-from shoal.control import prometheus, protocol
 from shoal.control.environment import COORDINATOR_PLUGIN
 from shoal.control.journal import Journal, JournalDamaged, put_aside
 from shoal.control.membership import Instruction, Membership, Outcome, State
 from shoal.control.protocol import CommandReply, CommandRequest, FromLauncher, FromWorker, ToLauncher, ToWorker
 from shoal.control.rundir import RunDir, finite
 from shoal.control.timeouts import DEFAULT_BUDGET_S, Timeouts
+from shoal.data.leases import Lent
 from shoal.errors import SettingsContradict, ShoalError
 from shoal.metrics import EventLog, event_line, fault_point
 from shoal.process import die_with
@@ -69,7 +70,7 @@ class Rebuilding:
 
     def __init__(self, events: Path, until: float) -> None:
         self._until = until
-        self.number, self.slots = _remembered(events)
+        self.number, self.slots, self.losses = _remembered(events)
         self.reports: dict[str, m.Report] = {}
         self.rosters: dict[str, m.Roster] = {}
         self._gone: set[str] = set()
@@ -83,9 +84,10 @@ class Rebuilding:
         return now >= self._until or (bool(self.rosters) and live <= self.reports.keys() | self._gone)
 
 
-def _remembered(events: Path) -> tuple[int, dict[str, int]]:
-    """The highest number of a generation and the slot of every worker, from as much of the event log as is whole."""
-    number, slots = 0, {}
+def _remembered(events: Path) -> tuple[int, dict[str, int], int]:
+    """The highest number of a generation, the slot of every worker, and how often a journal was lost, from as much of
+    the event log as is whole."""
+    number, slots, losses = 0, {}, 0
     for line in events.read_bytes().split(b"\n"):
         try:
             event = json.loads(line)
@@ -93,9 +95,11 @@ def _remembered(events: Path) -> tuple[int, dict[str, int]]:
                 number = max(number, int(event["number"]))
             elif event["event"] == "joined":
                 slots[str(event["worker_id"])] = int(event["slot"])
+            elif event["event"] == "journal_lost":
+                losses += 1
         except (ValueError, KeyError, TypeError):
             continue
-    return number, slots
+    return number, slots, losses
 
 
 class Coordinator:
@@ -251,11 +255,22 @@ class Coordinator:
             membership, instructions = m.rebuild(founding, reports, rosters, known.slots, known.number, now)
             newest = "no generation" if membership.newest is None else f"generation {membership.newest.number}"
             text = f"{newest}, from {counted(len(known.reports), 'worker')}; the next is {membership.number + 1}"
+            lent = self._lent(known)
+            silent = [it.worker_id for it in membership.workers if it.worker_id not in known.reports]
+            membership = replace(membership, lent=replace(lent, strangers=(*lent.strangers, *silent)))
             return membership, [m.Log("rebuilt", "", text), *instructions]
 
         # Before all that was heard meanwhile: joins, rosters and deaths are handled as after any restart.
         self._inbox.insert(0, rebuilt)
         asyncio.get_running_loop().call_soon(self._turn)
+
+    def _lent(self, known: Rebuilding) -> Lent:
+        """What is used, the audit's records know; what is on lease, the workers."""
+        from shoal.data.audit import lent  # numpy costs a tenth of a second
+
+        said = [one.leases for one in known.reports.values() if one.leases is not None and not one.dismissed]
+        held = [lease for one in said for lease in one.held]
+        return lent(self.run_dir.audit, held, max((one.heard for one in said), default=0), known.losses)
 
     def _turn(self) -> None:
         try:
@@ -274,8 +289,9 @@ class Coordinator:
         for event in events:
             self._membership, more = event(self._membership, now)
             instructions += more
-        self._membership, more = m.settle(self._membership)
-        instructions += more
+        for consequence in (m.settle, lending.lend):
+            self._membership, more = consequence(self._membership)
+            instructions += more
         lines = [line for instruction in instructions if (line := self._line(instruction)) is not None]
         if self._membership != before:
             fault_point("decided")
@@ -288,6 +304,8 @@ class Coordinator:
                 self._counts[instruction.kind if isinstance(instruction, m.Log) else "generation"] += 1
         for instruction in instructions:
             self._act(instruction)
+        if self._membership.lent.passes:
+            self._note_samples(self._membership.lent.used()[0])
 
     async def _tick(self) -> None:
         while True:
@@ -302,7 +320,8 @@ class Coordinator:
             self._pids[join.worker_id] = join.pid
             newest = protocol.from_wire(join.newest) if join.HasField("newest") else None
             slot = join.slot if join.HasField("slot") else None
-            report = m.Report(join.worker_id, join.host, slot, newest, join.last_fault, join.dismissed)
+            said = protocol.said_from_wire(join.leases, join.worker_id) if join.HasField("leases") else None
+            report = m.Report(join.worker_id, join.host, slot, newest, join.last_fault, join.dismissed, said)
             if self._rebuilding is not None:
                 self._rebuilding.reports[report.worker_id] = report
             self._post(self._joined(report, join.version, outbox))
@@ -362,6 +381,9 @@ class Coordinator:
                 newest = m.newest_for(membership, known)
                 if newest is not None and newest.lists(worker_id):
                     outbox.put(ToWorker(generation=protocol.to_wire(newest)))
+            if report.leases is not None:
+                membership, more = lending.on_said(membership, worker_id, report.leases)
+                instructions += more
             return membership, instructions
 
         return event
@@ -378,12 +400,18 @@ class Coordinator:
             self._beats[worker_id] = body
             if body.seq >= self._front.seq:
                 self._front = body
-            self._note_samples(body.samples)
+            if body.HasField("leases"):
+                self._heard(worker_id, "leases", body.leases)
+            else:
+                self._note_samples(body.samples)
             self._post(lambda membership, now: m.on_beat(membership, worker_id, now))
             awaited = tuple(body.waiting_for)
             self._post(lambda membership, now: m.on_waiting(membership, worker_id, awaited, now))
         elif kind == "ready":
             self._post(lambda membership, now: m.on_ready(membership, worker_id))
+        elif kind == "leases":
+            said = protocol.said_from_wire(body, worker_id)
+            self._post(lambda membership, now: lending.on_said(membership, worker_id, said))
         elif kind == "leave":
             self._post(lambda membership, now: m.on_leave(membership, worker_id))
         elif kind == "parked":
@@ -492,6 +520,13 @@ class Coordinator:
             self._tell_worker(instruction.worker_id, ToWorker(refused={"reason": instruction.reason}))
         elif isinstance(instruction, m.Heeded):
             self._tell_worker(instruction.worker_id, ToWorker(heeded={"number": instruction.number}))
+        elif isinstance(instruction, m.Granted):
+            self._tell_worker(instruction.worker_id, ToWorker(granted=protocol.lease_to_wire(instruction.lease)))
+        elif isinstance(instruction, m.Settled):
+            self._tell_worker(instruction.worker_id, ToWorker(settled={"numbers": instruction.numbers}))
+        elif isinstance(instruction, m.PassOver):
+            over = {"pass_index": instruction.pass_index, "complete": instruction.complete}
+            self._tell_worker(instruction.worker_id, ToWorker(pass_over=over))
         elif isinstance(instruction, m.Fence):
             self._tell_launchers(ToLauncher(fence={"worker_id": instruction.worker_id}))
         elif isinstance(instruction, m.Excuse):
@@ -583,6 +618,9 @@ class Coordinator:
         membership = self._membership
         newest = membership.newest
         front = self._front
+        # Without lockstep each worker has steps of its own: the job's are their sum.
+        lent = membership.lent
+        step, epoch = (lent.used()[1], lent.epoch()) if lent.passes else (front.step, front.epoch)
         workers = []
         for worker in membership.workers:
             beat = self._beats.get(worker.worker_id)
@@ -606,8 +644,8 @@ class Coordinator:
             "generation": membership.number,
             "workers": workers,
             "seq": front.seq,
-            "step": front.step,
-            "epoch": front.epoch,
+            "step": step,
+            "epoch": epoch,
             "samples": self._samples[-1][1] if self._samples else 0,
             "rate": self._rate(),
             "loss": finite(front.loss) if front.seq else None,

@@ -13,6 +13,8 @@ from enum import Enum
 from typing import Any
 
 from shoal.control.timeouts import Timeouts
+from shoal.data import leases
+from shoal.data.leases import Lease, Lent, Said
 from shoal.errors import DataUnusable, OutOfSharedMemory, SettingsContradict
 from shoal.wording import counted
 
@@ -120,6 +122,7 @@ class Membership:
     targets: int = 0  # how often the target was set
     stopping: Stop | None = None
     ended: bool = False  # finishing, and every worker has gone
+    lent: Lent = field(default_factory=Lent)  # where workers do not move in lockstep; see `lending`
     ticked_at: float | None = field(default=None, compare=False)
 
     def worker(self, worker_id: str) -> Worker | None:
@@ -209,7 +212,35 @@ class Heeded:
     number: int
 
 
-Instruction = Publish | Fence | Probe | Excuse | Bye | Refuse | Heeded | SetTarget | Stop | Log
+@dataclass(frozen=True)
+class Granted:
+    """For the worker: it has this lease."""
+
+    worker_id: str
+    lease: Lease
+
+
+@dataclass(frozen=True)
+class Settled:
+    """For the worker: these leases of its are over, and need not be told of again."""
+
+    worker_id: str
+    numbers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PassOver:
+    """For the worker: every sample of the pass is used. If it is not complete, others have left it early, and a
+    newcomer leaves it too."""
+
+    worker_id: str
+    pass_index: int
+    complete: bool = True
+
+
+Instruction = (
+    Publish | Fence | Probe | Excuse | Bye | Refuse | Heeded | SetTarget | Stop | Log | Granted | Settled | PassOver
+)
 Outcome = tuple[Membership, list[Instruction]]
 
 
@@ -561,6 +592,7 @@ class Report:
     newest: Generation | None = None  # of those that list it
     last_fault: int = 0
     dismissed: bool = False  # it was told Bye
+    leases: Said | None = None  # None: it has had none
 
 
 @dataclass(frozen=True)
@@ -678,6 +710,11 @@ def _dismiss_all(membership: Membership) -> Outcome:
     return membership, instructions
 
 
+def fence(membership: Membership, worker_id: str, reason: str) -> Outcome:
+    worker = membership.worker(worker_id)
+    return (membership, []) if worker is None else _fence(membership, worker, reason)
+
+
 def _fence(membership: Membership, worker: Worker, reason: str) -> Outcome:
     membership = _put(membership, replace(worker, fenced=reason))
     return membership, [Log("fenced", worker.worker_id, reason), Fence(worker.worker_id)]
@@ -750,4 +787,7 @@ def from_json(text: str, now: float) -> Membership:
     causes = tuple(value.pop("causes"))
     stop = value.pop("stopping")
     stopping = None if stop is None else Stop(**stop)
-    return Membership(**value, newest=newest, workers=workers, timeouts=timeouts, causes=causes, stopping=stopping)
+    lent = leases.from_dict(value.pop("lent"))
+    return Membership(
+        **value, newest=newest, workers=workers, timeouts=timeouts, causes=causes, stopping=stopping, lent=lent
+    )

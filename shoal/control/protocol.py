@@ -18,6 +18,7 @@ from typing import Any
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from shoal.control.membership import Generation, Member
+from shoal.data.leases import Extent, Lease, Said, Shard
 
 # gRPC reads these when it is imported. Loader workers are forked from a process that has channels: its own fork
 # handlers would stop the world there, and they never use gRPC.
@@ -97,6 +98,33 @@ def from_wire(body: Any) -> Generation:
 
     members, leavers = listed(body.members), listed(body.leavers)
     return Generation(body.number, members, leavers, body.fault, body.paused, body.finishing)
+
+
+def lease_to_wire(lease: Lease) -> dict[str, int]:
+    return {"number": lease.number, **vars(lease.shard), "used": lease.used}
+
+
+def lease_from_wire(body: Any, worker_id: str) -> Lease:
+    return Lease(body.number, worker_id, Shard(body.pass_index, body.epoch, body.lo, body.hi), body.used)
+
+
+def said_to_wire(said: Said | None) -> dict[str, Any] | None:
+    if said is None:
+        return None
+    return {
+        "extent": None if said.extent is None else vars(said.extent),
+        "held": [lease_to_wire(lease) for lease in said.held],
+        "ended": said.ended,
+        "heard": said.heard,
+        "wants": said.wants,
+    }
+
+
+def said_from_wire(body: Any, worker_id: str) -> Said:
+    its = body.extent
+    extent = Extent(its.pass_index, its.samples, its.epochs, its.step_samples) if body.HasField("extent") else None
+    held = tuple(lease_from_wire(lease, worker_id) for lease in body.held)
+    return Said(extent, held, tuple(body.ended), body.heard, body.wants)
 
 
 def credentials(token: str) -> tuple[tuple[str, str], ...]:

@@ -6,6 +6,7 @@ import mmap
 import os
 import signal
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -92,6 +93,7 @@ class Loader:
         self._requests = _Requests(self._source)
         self._split = (0, 1)
         self._plan: Iterator[_Piece] | None = None
+        self._added = _Queue()
         self._fetched: Iterator[Any] = iter(())
         pin_memory = pin_memory and torch.cuda.is_available()
         self._torch_loader: DataLoader[Any] | None = None
@@ -130,8 +132,41 @@ class Loader:
             with self._watched():
                 self._fetched = iter(self._torch_loader)
 
+    def follow(self) -> None:
+        """Read what `add` names, in that order, instead of a split."""
+        self._added, self._requests.added = _Queue(), _Queue()
+        self.start(Cursor(self._pass.index), rank=0, size=1)
+        self._plan = self._added
+
+    def add(self, epoch: int, lo: int, hi: int) -> None:
+        """Read the range [lo, hi) of the epoch's order too, by steps of one worker."""
+        assert self._requests.added is not None, "add() before follow()"
+        step_samples = self._pass.step_samples(size=1)
+        for at in range(lo, hi, step_samples):
+            batch = GlobalBatch(epoch, at, min(at + step_samples, hi))
+            cuts = ledger.micro(batch.lo, batch.hi, self._pass.accumulate)
+            pieces = [_Piece(batch, *cut, index) for index, cut in enumerate(cuts)]
+            self._added.pieces.extend(pieces)
+            self._requests.added.pieces.extend(piece for piece in pieces if piece.hi > piece.lo)
+        iterator: Any = self._fetched
+        with self._watched():
+            # torch asks for one request more with each batch that it gives, and does not ask again if there was none.
+            while self._processes and self._requests.added.pieces and _in_flight(iterator) < self.depth:
+                iterator._try_put_index()
+
+    @property
+    def depth(self) -> int:
+        """How many micro-batches are read ahead."""
+        loader = self._torch_loader
+        return 0 if loader is None else loader.num_workers * (loader.prefetch_factor or 0)
+
+    @property
+    def left(self) -> int:
+        """How many micro-batches were added that `next` has not given."""
+        return len(self._added.pieces)
+
     def next(self) -> Fetched | None:
-        """The next micro-batch; None at the end of the pass."""
+        """The next micro-batch; None at the end of the pass, or of what was added so far."""
         assert self._plan is not None, "next() before start()"
         if isinstance(self._source, Stream):
             return self._next_of_stream(self._source)
@@ -226,6 +261,11 @@ def _processes_of(iterator: Any) -> list[BaseProcess]:
     return list(iterator._workers)
 
 
+def _in_flight(iterator: Any) -> int:
+    """Requests whose batch was not given yet; some may have come before their turn."""
+    return int(iterator._send_idx - iterator._rcvd_idx)
+
+
 @contextmanager
 def _on_end_of_a_child(call: Callable[[], None]) -> Iterator[None]:
     """Inside, `call` when a child process ends. Other threads than the main one cannot ask for that, and find out when
@@ -282,12 +322,33 @@ class _Requests:
     def __init__(self, source: _Source | Stream) -> None:
         self._source = source
         self._from: tuple[int, Cursor, int, int] | None = None
+        self.added: _Queue | None = None  # what is asked for instead of a split
 
     def restart(self, split_index: int, cursor: Cursor, rank: int, size: int) -> None:
         self._from = (split_index, cursor, rank, size)
 
     def __iter__(self) -> Iterator[_Request | StreamRequest]:
-        return iter(()) if self._from is None else self._source.requests(*self._from)
+        if self._from is None:
+            return iter(())
+        if self.added is not None and isinstance(self._source, _Source):
+            # Not a generator: that would have ended for good when there is nothing for now.
+            return map(partial(self._source.request, self._from[0]), self.added)
+        return self._source.requests(*self._from)
+
+
+class _Queue:
+    """Gives what was added, ends while there is nothing, and goes on when there is again."""
+
+    def __init__(self) -> None:
+        self.pieces: deque[_Piece] = deque()
+
+    def __iter__(self) -> Iterator[_Piece]:
+        return self
+
+    def __next__(self) -> _Piece:
+        if not self.pieces:
+            raise StopIteration
+        return self.pieces.popleft()
 
 
 class _Source(Dataset[Any]):
@@ -313,8 +374,10 @@ class _Source(Dataset[Any]):
         """One for each micro-batch that is not empty."""
         for piece in _plan(self._pass, cursor, rank, size):
             if piece.hi > piece.lo:
-                epoch = piece.batch.epoch
-                yield _Request(split_index, epoch, self._pass.order(epoch)[piece.lo : piece.hi])
+                yield self.request(split_index, piece)
+
+    def request(self, split_index: int, piece: _Piece) -> _Request:
+        return _Request(split_index, piece.batch.epoch, self._pass.ids(piece.batch.epoch, piece.lo, piece.hi))
 
     def __getitems__(self, request: _Request) -> tuple[Any, Ids]:
         """The DataLoader's way in: it gives a whole element of the batch sampler to this method."""

@@ -42,6 +42,7 @@ class Pass:
     worker_batch: int | None
     accumulate: int
     train: bool = True  # or it is an evaluation: samples are used, and nothing is learned
+    leased: bool = False  # workers do not move in lockstep: `leases` says which samples are whose, and not a cursor
 
     def __post_init__(self) -> None:
         if self.num_samples is not None and self.num_samples < 1:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shoal.data.leases import extent_of
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -45,6 +47,8 @@ def measure(passes: Sequence[Mapping[str, Any]], epoch: int, samples: int) -> Pr
     epoch_samples = _epoch_samples(newest)
     epoch = min(epoch, newest["epochs"] - 1)
     earlier = sum(_epoch_samples(pass_) * pass_["epochs"] for pass_ in before)
+    if newest.get("leased"):  # no commit says in which epoch the job is
+        epoch = max(epoch, min((samples - earlier) // epoch_samples, newest["epochs"] - 1))
     epoch_done = min(max(samples - earlier - epoch * epoch_samples, 0), epoch_samples)
     return Progress(
         pass_index=newest["index"],
@@ -59,8 +63,15 @@ def measure(passes: Sequence[Mapping[str, Any]], epoch: int, samples: int) -> Pr
 
 def _epoch_samples(pass_: Mapping[str, Any]) -> int:
     """What an epoch uses. Without a global batch a dropped end depends on the number of workers: it is not left out."""
+    if pass_.get("leased"):
+        return extent_of(pass_).samples
     samples, batch = int(pass_["num_samples"]), pass_["global_batch"]
     return samples - samples % int(batch) if pass_["drop_last"] and batch else samples
+
+
+def leased(directory: Path) -> bool:
+    """Whether workers did not move in lockstep: then there is no newest commit."""
+    return any(json.loads(path.read_text()).get("leased") for path in directory.glob("pass-*.json"))
 
 
 class Passes:

@@ -16,7 +16,12 @@ from shoal.sync.words import Words
 
 class Independent(Sync):
     """Samples are still used exactly once: the workers commit together, and each steps its own model afterwards, when
-    nothing can be taken back any more. A newcomer starts from the model its script builds."""
+    nothing can be taken back any more. A newcomer starts from the model its script builds.
+
+    Without lockstep each worker takes samples as fast as it can, and waits for nobody."""
+
+    def __init__(self, *, lockstep: bool = True) -> None:
+        self.lockstep = lockstep
 
     def bind(self, replica: Replica, memory: HostMemory, words: Words, slot: int) -> None:
         self._replica = replica

@@ -35,8 +35,11 @@ class Sync(ABC):
     """One worker's side of a sync, driven by `train/step.py`:
 
     bind, then for each generation enter, then for each step begin → (gradients) → prepare → the commit → settle.
-    A step that is not committed is followed by enter, never by settle.
+    A step that is not committed is followed by enter, never by settle. Without lockstep, `train/leased.py` drives it:
+    a step is this worker's own, and `group.seq` counts those.
     """
+
+    lockstep: bool = True  # all workers commit each step together; if not, each goes at its own pace
 
     @abstractmethod
     def bind(self, replica: Replica, memory: HostMemory, words: Words, slot: int) -> None:

@@ -12,6 +12,7 @@ import torch
 from shoal.control.client import Client
 from shoal.control.membership import Generation
 from shoal.errors import Changed
+from shoal.metrics import fault_point
 from shoal.seconds import Seconds
 from shoal.sync.group import Group, Notice, acknowledge
 from shoal.sync.words import Words
@@ -58,9 +59,10 @@ class Parking:
         self._worker_id, self._slot, self._patience_s = worker_id, slot, patience_s
         self._comes_back = comes_back
 
-    def enter(self, above: int) -> Group:
+    def enter(self, above: int, *, meet: bool = True) -> Group:
         """The group of the newest generation, which is above number `above`; waits while there is none, or too few
-        members. Leave, when this worker is to leave the job."""
+        members, and for the others to come there too, unless they need not `meet`. Leave, when this worker is to leave
+        the job."""
         while True:
             generation = self._client.wait_newer(above, self._patience_s)
             if generation is None:
@@ -78,6 +80,10 @@ class Parking:
             # With a core for each, looking again for a moment takes none from a neighbor.
             spin = len(generation.members) <= (os.cpu_count() or 1)
             group = Group(self._words, self._notice, generation, self._worker_id, spin=spin, seconds=self._seconds)
+            if not meet:
+                acknowledge(self._words, self._slot, generation.number)
+                fault_point("park")
+                return group
             try:
                 group.enter()
             except Changed:

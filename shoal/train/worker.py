@@ -33,7 +33,7 @@ from shoal.data.batches import Fetched, Loader, samples_in
 from shoal.data.ledger import ENDED, Cursor, Pass
 from shoal.errors import Changed
 from shoal.metrics import fault_point
-from shoal.seconds import CHECKPOINT, COMPUTE, EXCHANGE, INPUT, RECONFIGURE, Seconds
+from shoal.seconds import CHECKPOINT, COMPUTE, EXCHANGE, INPUT, RECONFIGURE, WAIT, Seconds
 from shoal.sync.allreduce import AllReduce
 from shoal.sync.group import Group, Notice
 from shoal.sync.memory import HostMemory
@@ -44,6 +44,7 @@ from shoal.sync.words import ACK, Words, generation_of, seq_of
 from shoal.train.ballot import Attempt, Policy
 from shoal.train.checkpoint import Moment, Restored, Saver, start_from
 from shoal.train.evaluate import Results, Rows
+from shoal.train.leased import Lessee, refuse
 from shoal.train.metrics_file import MetricsFile
 from shoal.train.reconfigure import Leave, Parking, Placement, Reconfiguration
 from shoal.train.schedules import Schedule
@@ -114,6 +115,7 @@ class Worker:
         self._averages: dict[str, float] = {}  # the metrics of the newest step
         self._seq = 0  # of the commit this worker looked at without joining
         self._stepper: Stepper | None = None
+        self._lessee: Lessee | None = None  # where the sync is not in lockstep
         self._attempt: Attempt | None = None
         self._current: Batch | None = None
         self._pass: Pass | None = None
@@ -210,7 +212,12 @@ class Worker:
         self._audit = AuditWriter(self._run_dir.audit, self.id)
         policy = Policy(loss, clip_norm, nan, schedule)
         self._stepper = Stepper(self._sync, self._replica, self._records, self._audit, policy)
-        if self._environment is not None:
+        if not self._sync.lockstep:
+            self._lessee = Lessee(self._client, self._audit, self._sync, self._replica, policy)
+            self._client.on_checkpoint = self._refuse_checkpoint
+            if self._slot == 0:  # one of all is enough to say it
+                print("shoal: workers are not in lockstep, no checkpoints are taken", file=sys.stderr)
+        elif self._environment is not None:
             every = Every.parse(self._environment.checkpoint_every)
             keep, began_at = self._environment.checkpoint_keep, self._run_dir.settings()["created"]
             self._saver = Saver(self._run_dir.checkpoints, every, keep, began_at, self._client.note)
@@ -222,6 +229,8 @@ class Worker:
         if self._environment is None or self._words.commit:
             return
         if self._environment.resume:
+            if not self._sync.lockstep:
+                raise refuse("to go on from a checkpoint", "begin anew with shoal run --init-from")
             self._restored = Restored(Path(self._environment.resume), model, optimizer)
             self._record = self._restored.record
         elif self._environment.init_from:
@@ -251,6 +260,10 @@ class Worker:
         """
         self._need_attached("batches")
         samples = samples_in(dataset)
+        if self._lessee is not None and global_batch is not None:
+            raise refuse(f"global_batch={global_batch}", "give batch_size, of one worker's step")
+        if self._lessee is not None and samples is None:
+            raise refuse("a stream", "give a data set with __len__ and __getitem__")
         pass_ = Pass(
             self._next_pass(),
             samples,
@@ -261,6 +274,7 @@ class Worker:
             global_batch,
             batch_size,
             self._accumulate,
+            leased=self._lessee is not None,
         )
         return self._run_pass(
             pass_,
@@ -321,6 +335,8 @@ class Worker:
     ) -> int:
         """Call `use` for the batches of a pass that trains nothing; the pass's number."""
         self._need_attached("evaluate() and predict")
+        if self._lessee is not None:
+            raise refuse("evaluate() or predict()", "each worker has its own model, and can use it without")
         samples = samples_in(dataset)
         batch_size = min(batch_size, samples or batch_size)
         pass_ = Pass(self._next_pass(), samples, 1, 0, False, False, None, batch_size, 1, train=False)
@@ -364,13 +380,13 @@ class Worker:
             raise errors.SettingsContradict("step() needs a batch: call it once for each batch of worker.batches()")
         self._current = None
         try:
-            if group.changed:
+            if group.changed and self._lessee is None:
                 raise Changed
             work(attempt, batch)
             if batch.fetched.micro + 1 < batch.fetched.micros:
                 return False
             self.seconds.switch(EXCHANGE)
-            return self._exchange(group, attempt)
+            return self._exchange(group, attempt) if self._lessee is None else self._step_alone(group, attempt)
         except Changed:
             return self._resume(group)
         finally:
@@ -381,6 +397,8 @@ class Worker:
         """Inside, the model's parameters may be written to in place (load_state_dict, clamping, surgery). Every worker
         runs the same edit at the same place of its script; it is committed as a whole. Call it between steps."""
         self._need_attached("edit")
+        if self._lessee is not None:
+            raise refuse("edit()", "each worker has its own parameters, which may be written to between steps")
         assert self._stepper is not None
         if not self._in_pass:
             self._edits += 1
@@ -427,6 +445,9 @@ class Worker:
     # One pass.
 
     def _run_pass(self, pass_: Pass, loader: Loader) -> Iterator[Batch]:
+        if self._lessee is not None:
+            yield from self._run_leased(self._lessee, pass_, loader)
+            return
         try:
             self._in_pass = True
             if self._passed(pass_):
@@ -461,11 +482,7 @@ class Worker:
                     self.step(None)
                     continue
                 yield batch
-                if self._current is not None:
-                    raise errors.SettingsContradict(
-                        f"the batch of step {batch.step} was not stepped: call worker.step(loss) once for each batch, "
-                        f"or worker.step(None) to use none of it"
-                    )
+                self._check_stepped(batch)
         finally:
             self._in_pass = False
             loader.close()
@@ -485,18 +502,83 @@ class Worker:
                 return
             before_s = took_s
 
+    def _check_stepped(self, batch: Batch) -> None:
+        if self._current is not None:
+            raise errors.SettingsContradict(
+                f"the batch of step {batch.step} was not stepped: call worker.step(loss) once for each batch, "
+                f"or worker.step(None) to use none of it"
+            )
+
+    def _run_leased(self, lessee: Lessee, pass_: Pass, loader: Loader) -> Iterator[Batch]:
+        """As `_run_pass`, at this worker's own pace."""
+        try:
+            declare(self._run_dir.audit, pass_)
+            self._pass = pass_
+            if self._group is None:
+                self._become_member(pass_)
+            lessee.begin(pass_, loader)
+            while True:
+                self.seconds.switch(INPUT)
+                assert self._group is not None
+                newest, known = self._client.newest, self._group.generation.number
+                if newest is not None and newest.number > known and self._attempt is None:
+                    lessee.tell()
+                    self._reconfigure()
+                fetched = lessee.fetch()
+                if fetched is None and not lessee.over:
+                    self.seconds.switch(WAIT)
+                    lessee.wait(known, self._timeouts.beat_s)
+                    continue
+                self.seconds.switch(COMPUTE)
+                epoch = pass_.epochs if fetched is None else fetched.batch.epoch
+                if lessee.epoch is not None:
+                    for ended in range(lessee.epoch, epoch):
+                        self._end_epoch(ended)
+                if fetched is None:
+                    lessee.mark_complete(self._group)
+                    return
+                lessee.epoch = max(epoch, lessee.epoch or 0)
+                self._current = batch = self._open(pass_, fetched)
+                if self.seconds.starting:
+                    self.seconds.started()
+                if not len(batch):
+                    self.step(None)
+                    continue
+                yield batch
+                self._check_stepped(batch)
+        finally:
+            lessee.leave()
+            self._attempt = self._current = None
+            loader.close()
+            if not self.seconds.starting:
+                self.seconds.switch(COMPUTE)
+
+    def _step_alone(self, group: Group, attempt: Attempt) -> bool:
+        assert self._lessee is not None
+        assert self._pass is not None
+        self._record, report = self._lessee.step(group, self._record, attempt)
+        self._attempt = None
+        self._committed(self._pass, report)
+        return True
+
     def _open(self, pass_: Pass, fetched: Fetched) -> Batch:
         assert self._group is not None
         cursor = self._cursor(pass_)
         if fetched.micro == 0 or self._attempt is None:
             lo, hi = ledger.split(fetched.batch, self._group.rank, self._group.size)
             self._attempt = Attempt(pass_.index, fetched.batch, lo, hi, time.perf_counter(), fetched.first)
+
+            lo, hi = fetched.batch.lo, fetched.batch.hi
+            if not pass_.leased:
+                lo, hi = ledger.split(fetched.batch, self._group.rank, self._group.size)
+            self._attempt = Attempt(pass_.index, fetched.batch, lo, hi, time.perf_counter())
             self.seconds.begin_attempt()
             self._sync.begin()
         self._attempt.ids.append(fetched.ids)
         # Randomness is a function of the step and of the place in its split: there is nothing to restore after a
         # change.
-        _seed_everything(ledger.seed_for(pass_.seed, pass_.index, cursor.step, self._group.rank, fetched.micro))
+        place = (fetched.batch.epoch, fetched.batch.lo) if pass_.leased else (cursor.step, self._group.rank)
+        _seed_everything(ledger.seed_for(pass_.seed, pass_.index, *place, fetched.micro))
         fault_point("forward")
         return Batch(fetched, cursor.step + 1)
 
@@ -547,6 +629,10 @@ class Worker:
         if self._saver is not None and self.rank == 0 and self._saver.due(self._record.step):
             with self.seconds.during(CHECKPOINT):
                 self._save()
+
+    def _refuse_checkpoint(self) -> None:
+        text = "no checkpoint: workers are not in lockstep, so that there is no state of all"
+        self._client.note("checkpoint_failed", text, {"step": self._record.step})
 
     def _save(self) -> None:
         """Start a checkpoint of what is committed."""
@@ -672,6 +758,14 @@ class Worker:
         founded = False
         if self._saver is not None:
             self._saver.hold()  # whoever comes next may overwrite what is being copied
+        if self._lessee is not None:
+            # Each has a state of its own: there is nothing to agree on, and nobody to wait for.
+            self._group = group = self._parking.enter(above, meet=False)
+            group.seq = self._record.step
+            if self._placement is not None:
+                self._placement.apply(group)
+            self._sync.enter(group)
+            return True
         while True:
             try:
                 self._group = group = self._parking.enter(above)

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
-from training import Case, Gate, Stream, data, model
+from training import Case, Gate, Slow, Stream, data, model
 
 import shoal
 from shoal.train.step import StepReport
@@ -251,6 +252,77 @@ def evaluates(worker: shoal.Worker) -> None:
     outputs = net(samples.tensors[0])
     loss = nn.functional.cross_entropy(outputs, samples.tensors[1]).item()
     write(worker, {"scores": scores, "loss": loss, "outputs": outputs.tolist()})
+
+
+def leased(worker: shoal.Worker) -> None:
+    """No lockstep: each worker at the pace of the argument that names it, or of `else`, until there is a file `go`."""
+    net = model(Case(""))
+    paces = dict(pair.split("=") for pair in sys.argv[5:])
+    pause_s = float(paces.get(worker.id, paces.get("else", "0")))
+    seen: dict[str, list[object]] = {"epochs": [], "steps": [], "sizes": []}
+    worker.attach(
+        net,
+        torch.optim.SGD(net.parameters(), lr=0.01),
+        sync=shoal.Independent(lockstep=False),
+        on_step=lambda report: seen["steps"].append(report.step),
+        on_epoch=lambda epoch: seen["epochs"].append(epoch),
+        on_reconfigure=lambda change: seen["sizes"].append(len(change.workers)),
+    )
+    samples = Slow(data(Case(""))) if sys.argv[4] != "0" else data(Case(""))
+    for batch in worker.batches(samples, batch_size=10, epochs=int(sys.argv[3]), num_workers=int(sys.argv[4])):
+        if not (OUT / "go").exists():
+            time.sleep(pause_s)
+        worker.step(loss_of(net, batch))
+    write(worker, seen)
+
+
+def leased_steps(worker: shoal.Worker) -> None:
+    """No lockstep, with all that a step can have; in two passes, of which one is left early."""
+    net = model(Case(""))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    reports: list[StepReport] = []
+    worker.attach(
+        net, optimizer, sync=shoal.Independent(lockstep=False), accumulate=2, clip_norm=0.5, nan="skip",
+        schedulers=[torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)], on_step=reports.append,
+    )  # fmt: skip
+    for batch in worker.batches(data(Case("")), batch_size=10, epochs=100):
+        worker.step(loss_of(net, batch), size=len(batch))
+        if worker.steps >= 7:
+            break
+    for batch in worker.batches(data(Case("")), batch_size=7, epochs=2, drop_last=True):
+        poisoned = batch.fetched.batch.lo == 14
+        worker.step(loss_of(net, batch) * (float("nan") if poisoned else 1.0))
+    refused = []
+    for call in (
+        lambda: worker.evaluate(data(Case("")), lambda batch: {}, batch_size=10),
+        lambda: worker.predict(data(Case("")), lambda batch: batch.x, OUT / "rows.npy", batch_size=10),
+        lambda: worker.edit().__enter__(),
+        lambda: worker.batches(data(Case("")), global_batch=48),
+    ):
+        try:
+            call()
+        except shoal.errors.SettingsContradict as mistake:
+            refused.append(str(mistake))
+    write(
+        worker,
+        {
+            "steps": [report.step for report in reports],
+            "samples": [report.samples for report in reports],
+            "skipped": sum(report.skipped for report in reports),
+            "rates": [report.learning_rate for report in reports],
+            "sizes": sorted({report.metrics["size"] for report in reports[:7]}),
+            "refused": refused,
+            "finite": bool(torch.isfinite(net[0].weight).all()),
+        },
+    )
+
+
+def leased_global(worker: shoal.Worker) -> None:
+    """Asks for what only lockstep has."""
+    net = model(Case(""))
+    worker.attach(net, torch.optim.SGD(net.parameters(), lr=0.01), sync=shoal.Independent(lockstep=False))
+    for batch in worker.batches(data(Case("")), global_batch=48):
+        worker.step(loss_of(net, batch))
 
 
 def long(worker: shoal.Worker) -> None:
