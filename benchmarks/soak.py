@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -104,20 +105,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args(arguments)
     console = Console(highlight=False)
-    with tempfile.TemporaryDirectory(prefix="soak-") as directory:
-        job = LocalJob(
-            Path(__file__).with_name("soak_loop.py"), workers=f"{_SMALLEST}:{_LARGEST}",
-            directory=Path(directory) / "run", options=_OPTIONS,
-        )  # fmt: skip
-        job.start()
-        try:
-            return _run(job, chosen, console)
-        except TimeoutError as problem:
-            console.print(f"[red]{problem}")
-            return 1
-        finally:
-            if job.process.poll() is None:
-                job.kill()
+    directory = Path(tempfile.mkdtemp(prefix="soak-"))
+    job = LocalJob(
+        Path(__file__).with_name("soak_loop.py"), workers=f"{_SMALLEST}:{_LARGEST}", directory=directory / "run",
+        options=_OPTIONS,
+    )  # fmt: skip
+    job.start()
+    try:
+        exit_code = _run(job, chosen, console)
+    except TimeoutError as problem:
+        console.print(f"[red]{problem}")
+        exit_code = 1
+    finally:
+        if job.process.poll() is None:
+            job.kill()
+    if exit_code:
+        console.print(f"what the job left is in {directory}")
+    else:
+        shutil.rmtree(directory)
+    return exit_code
 
 
 def _run(job: LocalJob, chosen: argparse.Namespace, console: Console) -> int:
