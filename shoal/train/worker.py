@@ -565,13 +565,10 @@ class Worker:
         assert self._group is not None
         cursor = self._cursor(pass_)
         if fetched.micro == 0 or self._attempt is None:
-            lo, hi = ledger.split(fetched.batch, self._group.rank, self._group.size)
-            self._attempt = Attempt(pass_.index, fetched.batch, lo, hi, time.perf_counter(), fetched.first)
-
             lo, hi = fetched.batch.lo, fetched.batch.hi
             if not pass_.leased:
                 lo, hi = ledger.split(fetched.batch, self._group.rank, self._group.size)
-            self._attempt = Attempt(pass_.index, fetched.batch, lo, hi, time.perf_counter())
+            self._attempt = Attempt(pass_.index, fetched.batch, lo, hi, time.perf_counter(), fetched.first)
             self.seconds.begin_attempt()
             self._sync.begin()
         self._attempt.ids.append(fetched.ids)
