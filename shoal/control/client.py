@@ -355,11 +355,11 @@ class Client:
             self._link.drop(f"wish {body.number}")
         elif kind == "settled":
             self.borrowed.on_settled(body.numbers)
-        elif kind == "granted" and not self.borrowed.on_granted(protocol.lease_from_wire(body, self._worker_id)):
-            self.tell_leases()
         else:
             with self._news:
-                if kind == "pass_over":
+                if kind == "granted":
+                    unwanted = not self.borrowed.on_granted(protocol.lease_from_wire(body, self._worker_id))
+                elif kind == "pass_over":
                     self.borrowed.on_pass_over(body.pass_index, body.complete)
                 elif kind == "welcome":
                     self._slot = body.slot
@@ -368,6 +368,8 @@ class Client:
                 elif kind == "refused":
                     self._refused = body.reason
                 self._news.notify_all()
+            if kind == "granted" and unwanted:
+                self.tell_leases()
 
 
 class LauncherClient:

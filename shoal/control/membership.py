@@ -230,8 +230,8 @@ class Settled:
 
 @dataclass(frozen=True)
 class PassOver:
-    """For the worker: every sample of the pass is used. If it is not complete, others have left it early, and a
-    newcomer leaves it too."""
+    """For the worker: there is no more of the pass, because every sample of it is used; or it is not complete, and
+    others have left it early."""
 
     worker_id: str
     pass_index: int
