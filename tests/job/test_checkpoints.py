@@ -52,12 +52,12 @@ def test_a_job_that_was_killed_as_a_whole_goes_on_with_another_number_of_workers
     case = Case(out=str(tmp_path / "out"), epochs=80, scheduler=True, gate=str(gate.path))
     running = job(tmp_path, case)
     running.start()
-    gate.open(60)
-    running.wait_until(lambda: saved(running) >= 2)
+    Watched(running, gate).step_until(lambda: saved(running) >= 2)  # while one is being written, none is begun
     running.kill()
     folder = RunDir(tmp_path / "run").checkpoints
     newest = checkpoints.listed(folder)[0]
     (newest / checkpoints.TRAINING).write_bytes(b"torn")  # so that the one before is used
+    gate.open(60)
     running.resume(workers=3)
     running.wait_until(lambda: running.status().get("step", 0) > 30)
     running.scale(4)  # a newcomer of a job that went on
@@ -150,8 +150,7 @@ def test_a_stream_goes_on_where_the_checkpoint_was(tmp_path: Path, loader_worker
     case = Case(out=str(tmp_path / "out"), epochs=80, stream=True, loader_workers=loader_workers, gate=str(gate.path))
     running = job(tmp_path, case, workers=2)
     running.start()
-    gate.open(60)
-    running.wait_until(lambda: saved(running) > 2)
+    Watched(running, gate).step_until(lambda: saved(running) > 2)
     running.kill()
     gate.open(800)
     running.resume(workers=3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -39,6 +40,17 @@ class Watched:
         self._furthest = max(self._furthest, self.commit()[1].step) + more
         self._gate.open(self._furthest + AHEAD)
         self.job.wait_until(lambda: self.commit()[1].step >= self._furthest)
+
+    def step_until(self, holds: Callable[[], bool]) -> None:
+        """Until `holds()`, with one step for each look: for what needs steps, and nobody knows how many."""
+
+        def look() -> bool:
+            if holds():
+                return True
+            self._gate.open(self.commit()[1].step + 1)
+            return False
+
+        self.job.wait_until(look)
 
     def commit(self) -> tuple[int, Record]:
         """The generation and the record of the newest commit."""
