@@ -16,6 +16,7 @@ from shoal.testing import LocalJob
 from tests.job.training import Gate
 
 AHEAD = 30  # steps that the job may make while the test makes up its mind
+_BUSY_S = 180.0  # for a machine that has much else to do
 
 
 class Watched:
@@ -39,7 +40,7 @@ class Watched:
         returns, and is not at its end."""
         self._furthest = max(self._furthest, self.commit()[1].step) + more
         self._gate.open(self._furthest + AHEAD)
-        self.job.wait_until(lambda: self.commit()[1].step >= self._furthest)
+        self.job.wait_until(lambda: self.commit()[1].step >= self._furthest, _BUSY_S)
 
     def step_until(self, holds: Callable[[], bool]) -> None:
         """Until `holds()`, with one step for each look: for what needs steps, and nobody knows how many."""
@@ -50,7 +51,7 @@ class Watched:
             self._gate.open(self.commit()[1].step + 1)
             return False
 
-        self.job.wait_until(look)
+        self.job.wait_until(look, _BUSY_S)
 
     def commit(self) -> tuple[int, Record]:
         """The generation and the record of the newest commit."""
@@ -82,7 +83,7 @@ class Watched:
             self._gate.open(max(self._furthest, record.step) + AHEAD)  # the step may have to be made yet
             return bool(generation == status["generation"] and record.size == len(members))
 
-        self.job.wait_until(settled)
+        self.job.wait_until(settled, _BUSY_S)
 
 
 def _newest(words: Path) -> tuple[int, Record]:
