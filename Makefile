@@ -16,7 +16,7 @@ test: $(STAMP)
 check: $(STAMP)
 	scripts/check
 
-# The long tiers: 240 random kills, deeper bounds of the protocol's model.
+# The long tiers: hundreds of kills of every process of a job, deeper bounds of the protocol's model.
 sweep: $(STAMP)
 	$(BIN)/python -m pytest -m slow --timeout 1800 -n 2 --dist worksteal
 

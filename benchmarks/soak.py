@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -31,6 +32,9 @@ from shoal.testing import LocalJob
 
 _LOOK_EVERY = 25  # blows
 _SMALLEST, _LARGEST = 1, 5
+# A worker that is asked to leave is not replaced, and the job ends with the last one. One that was asked before may
+# not have been heard yet.
+_LEAVE_FROM = 3
 # A worker that is stopped must be seen and fenced; with the default budget that takes most of the time of a soak.
 _OPTIONS = ("--threads", "1", "--backoff", "0", "--restarts", "1000000", "--budget", "1", "--quiet", "--no-pin")
 _GROWTH = 1.5  # of the last quarter's median against the first's
@@ -49,6 +53,15 @@ class Look:
 
 
 def look(job: LocalJob) -> Look:
+    """Again, if a coordinator has just been killed: who dies while it is looked at cannot be counted."""
+    for _ in range(20):
+        with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError):
+            return _look(job)
+        time.sleep(0.1)
+    raise TimeoutError("the job's processes come and go so fast that they cannot be counted")
+
+
+def _look(job: LocalJob) -> Look:
     launcher = psutil.Process(job.process.pid)
     lasting = [launcher, *(child for child in launcher.children() if "shoal." in " ".join(child.cmdline()))]
     journal = [path for path in job.directory.glob("journal*") if path.is_file()]
@@ -77,6 +90,8 @@ class Soak:
                 self._job.scale(self._draw.randrange(_SMALLEST, _LARGEST + 1))
             elif kind == "coordinator":
                 self._job.kill_coordinator()
+            elif kind == "leave" and len(workers) < _LEAVE_FROM:
+                return
             else:
                 signum = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "leave": signal.SIGTERM}[kind]
                 os.kill(self._draw.choice(workers)["pid"], signum)
@@ -90,17 +105,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args(arguments)
     console = Console(highlight=False)
-    with tempfile.TemporaryDirectory(prefix="soak-") as directory:
-        job = LocalJob(
-            Path(__file__).with_name("soak_loop.py"), workers=f"{_SMALLEST}:{_LARGEST}",
-            directory=Path(directory) / "run", options=_OPTIONS,
-        )  # fmt: skip
-        job.start()
-        try:
-            return _run(job, chosen, console)
-        finally:
-            if job.process.poll() is None:
-                job.kill()
+    directory = Path(tempfile.mkdtemp(prefix="soak-"))
+    job = LocalJob(
+        Path(__file__).with_name("soak_loop.py"), workers=f"{_SMALLEST}:{_LARGEST}", directory=directory / "run",
+        options=_OPTIONS,
+    )  # fmt: skip
+    job.start()
+    try:
+        exit_code = _run(job, chosen, console)
+    except TimeoutError as problem:
+        console.print(f"[red]{problem}")
+        exit_code = 1
+    finally:
+        if job.process.poll() is None:
+            job.kill()
+    if exit_code:
+        console.print(f"what the job left is in {directory}")
+    else:
+        shutil.rmtree(directory)
+    return exit_code
 
 
 def _run(job: LocalJob, chosen: argparse.Namespace, console: Console) -> int:

@@ -115,10 +115,27 @@ def prune(folder: Path, keep: int) -> None:
         gone = folder / f".gone-{os.getpid()}-{old.name}"
         old.rename(gone)  # never half a checkpoint under a checkpoint's name
         shutil.rmtree(gone, ignore_errors=True)
-    for left in folder.iterdir():
-        found = _DRAFT.match(left.name)
-        if found is not None and not Path(f"/proc/{found[1]}").exists():
+    for left, pid in _drafts(folder):
+        if not Path(f"/proc/{pid}").exists():
             shutil.rmtree(left, ignore_errors=True)
+
+
+def remove_drafts(folder: Path) -> None:
+    """Remove what writers have left. None of them may be alive."""
+    for left, _ in _drafts(folder):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def being_written(folder: Path) -> bool:
+    """Whether somebody who lives is writing a checkpoint."""
+    return any(Path(f"/proc/{pid}").exists() for _, pid in _drafts(folder))
+
+
+def _drafts(folder: Path) -> list[tuple[Path, str]]:
+    """What is not a checkpoint yet or any more, and the pid of who makes it so."""
+    if not folder.is_dir():
+        return []
+    return [(path, found[1]) for path in folder.iterdir() if (found := _DRAFT.match(path.name))]
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:

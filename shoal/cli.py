@@ -498,7 +498,8 @@ def _summary(run_dir: RunDir, ending: Ending, took_s: float) -> list[str]:
         if ending.signum is None and "stopping" not in kinds:
             raise _never_joined(run_dir, called="finished" in kinds)
         return [f"stopped ({ending.reason}) before the job had begun"]
-    how = "finished" if "finished" in kinds else f"stopped ({ending.reason})"
+    finished = any(event["event"] == "finished" for event in of_this_life(events))
+    how = "finished" if finished else f"stopped ({ending.reason})"
     report = audited(run_dir)
     lost, refused = ({event["worker_id"] for event in events if event["event"] == kind} for kind in ("lost", "refused"))
     line = (
@@ -821,6 +822,7 @@ def web(
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             server.bind(("127.0.0.1", port))
+            server.listen()  # before the address is told: who opens it at once waits, and is not refused
         except OSError as problem:
             raise errors.SettingsContradict(
                 f"--port {port} cannot be used: {problem.strerror}; choose another, or 0 for any that is free"

@@ -14,10 +14,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from shoal import checkpoints
 from shoal.errors import JobNotFound, RunDirUnusable
 from shoal.metrics import read_events
 
 RUNS = Path("shoal-runs")
+_DRAFTS = (".job.json.*", ".address.*", ".committed.json.*", "audit/.pass-*.json.*", "results/.pass-*.json.*")
 
 
 @dataclass(frozen=True)
@@ -190,6 +192,15 @@ class RunDir:
         """The job goes on: how it ended is no longer so, and its coordinator begins anew."""
         for name in ("committed.json", "address", "journal.sqlite", "journal.sqlite-wal", "journal.sqlite-shm"):
             (self.path / name).unlink(missing_ok=True)
+
+    def remove_drafts(self) -> None:
+        """What processes that were killed had not finished writing. For whoever holds the directory, when no other
+        process of the job is left."""
+        for pattern in _DRAFTS:
+            for draft in self.path.glob(pattern):
+                with contextlib.suppress(OSError):
+                    draft.unlink()
+        checkpoints.remove_drafts(self.checkpoints)
 
     def last_generation(self) -> int:
         """The highest number that anybody may have heard of."""

@@ -57,6 +57,11 @@ class Timeouts:
         return 4 * self.budget_s
 
     @property
+    def save_s(self) -> float:
+        """After that, for a last checkpoint that is being written."""
+        return 100 * self.budget_s
+
+    @property
     def command_s(self) -> float:
         """For the coordinator's answer to a command."""
         return 2 * self.budget_s

@@ -42,6 +42,7 @@ class Fed(NamedTuple):
     hi: int
     ids_digest: int
     skipped: bool
+    last: bool = False  # step of its epoch
 
 
 # In the file a record is its numbers in their order, 8 bytes each.
@@ -167,7 +168,7 @@ def audit(directory: Path, committed_seq: int | None) -> AuditReport:
     _check_steps(records, findings)
     for pass_, epoch, last, here in _epochs(records, passes, findings):
         _check_digests(pass_, epoch, records[here], findings)
-        _check_cover(pass_, epoch, last, records[here], _next_size(records, here), findings)
+        _check_cover(pass_, epoch, last, records[here], findings)
     counts = [
         _check_leased(pass_, leased[leased["pass_index"] == pass_.index], findings) for pass_ in _leased(directory)
     ]
@@ -304,22 +305,10 @@ def _epochs(
             yield pass_, epoch, epoch == newest, by_epoch[cuts[epoch] : cuts[epoch + 1]]
 
 
-def _next_size(records: Records, here: npt.NDArray[np.intp]) -> int:
-    """How many workers dropped an epoch's ragged end: those of its last step, or a larger group after it."""
-    last = int(here.max(initial=-1))
-    if last < 0:
-        return 1
-    size = last + 1 - int(np.searchsorted(records["seq"], records["seq"][last], side="left"))
-    if last + 1 == len(records):
-        return size
-    after = int(np.searchsorted(records["seq"], records["seq"][last + 1], side="right")) - last - 1
-    return max(size, after)
-
-
 def _check_digests(pass_: Pass, epoch: int, records: Records, findings: _Findings) -> None:
     """The ids that were fed are the ids of the order."""
-    order = pass_.order(epoch)
-    expected = [digest([order[lo:hi]]) for lo, hi in zip(records["lo"].tolist(), records["hi"].tolist(), strict=True)]
+    shares = zip(records["lo"].tolist(), records["hi"].tolist(), strict=True)
+    expected = [digest([pass_.ids(epoch, lo, hi)]) for lo, hi in shares]
     for record in records[records["ids_digest"] != np.array(expected)]:
         count = int(record["hi"] - record["lo"])
         # Only the digest is known: up to all of the share's samples were left out, and others fed in their place.
@@ -331,11 +320,23 @@ def _check_digests(pass_: Pass, epoch: int, records: Records, findings: _Finding
         )
 
 
-def _check_cover(pass_: Pass, epoch: int, last: bool, records: Records, next_size: int, findings: _Findings) -> None:
+def _may_end_at(pass_: Pass, reached: int, records: Records) -> bool:
+    """Whether the last step of an epoch was one: nothing comes after it, or too little for another step of its
+    workers."""
+    last = records[records["step_hi"] == reached]
+    if pass_.num_samples is None:
+        return bool(last["last"].any())
+    return pass_.num_samples - reached < pass_.too_few(max(1, len(np.unique(last["worker"]))))
+
+
+def _check_cover(pass_: Pass, epoch: int, newest: bool, records: Records, findings: _Findings) -> None:
     """The shares of an epoch tile what the epoch should have used."""
     reached = int(records["step_hi"].max(initial=0))
-    dropped = pass_.drop_last and pass_.num_samples - reached < pass_.step_samples(next_size)
-    end = reached if last or dropped else pass_.num_samples
+    end = reached if newest or _may_end_at(pass_, reached, records) else pass_.num_samples
+    if end is None:
+        end = reached
+        findings.lost += 1  # or more: a stream does not say how long it is
+        findings.lines.append(f"pass {pass_.index}, epoch {epoch}: nobody fed what comes after {reached} in the stream")
     by_lo = np.argsort(records["lo"], kind="stable")
     lo, hi = np.append(records["lo"][by_lo], end), np.append(records["hi"][by_lo], end)
     covered_to = np.maximum.accumulate(np.append(0, hi[:-1]))

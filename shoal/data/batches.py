@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import mmap
 import os
-import random
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -30,10 +29,13 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from shoal.data import ledger
+from shoal.data import ledger, randomness
 from shoal.data.ledger import Cursor, GlobalBatch, Ids, Pass
+from shoal.data.nameless import leave_no_names
+from shoal.data.streams import Stream, StreamRequest
 from shoal.errors import DataUnusable, LoaderLost, SettingsContradict
 from shoal.process import die_with
+from shoal.wording import counted
 
 _DYING_S = 1.0
 _NO_IDS: Ids = np.empty(0, np.int64)
@@ -53,6 +55,7 @@ class Fetched:
     hi: int
     micro: int
     micros: int
+    first: int | None = None  # a digest of the step's first sample, of a stream
 
 
 class Loader:
@@ -82,11 +85,16 @@ class Loader:
         if prefetch_factor is not None and prefetch_factor < 1:
             raise SettingsContradict(f"prefetch_factor is {prefetch_factor}; ask for 1 or more")
         self._pass = pass_
-        self._source = _Source(dataset, pass_, collate_fn)
-        self._requests = _Requests(pass_)
+        self._source: _Source | Stream
+        if pass_.num_samples is None:
+            self._source = Stream(cast(Iterable[Any], dataset), pass_, collate_fn)
+        else:
+            self._source = _Source(dataset, pass_, collate_fn)
+        self._requests = _Requests(self._source)
+        self._split = (0, 1)
         self._plan: Iterator[_Piece] | None = None
         self._added = _Queue()
-        self._fetched: Iterator[tuple[Any, Ids]] = iter(())
+        self._fetched: Iterator[Any] = iter(())
         pin_memory = pin_memory and torch.cuda.is_available()
         self._torch_loader: DataLoader[Any] | None = None
         self._processes: list[BaseProcess] = []
@@ -112,10 +120,14 @@ class Loader:
         split_index = self._source.new_split()
         if self._torch_loader is not None and self._torch_loader.num_workers and not self._processes:
             self._processes = _processes_of(iter(self._torch_loader))  # there are no requests yet
+        self._split = (rank, size)
         self._plan = _plan(self._pass, cursor, rank, size)
+        if isinstance(self._source, Stream):
+            self._source.committed_to(cursor.epoch, cursor.position)
         self._requests.restart(split_index, cursor, rank, size)
         if self._torch_loader is None:
-            self._fetched = map(self._source.read, self._requests)
+            read: Callable[[Any], Any] = self._source.read
+            self._fetched = map(read, self._requests)
         else:
             with self._watched():
                 self._fetched = iter(self._torch_loader)
@@ -156,6 +168,8 @@ class Loader:
     def next(self) -> Fetched | None:
         """The next micro-batch; None at the end of the pass, or of what was added so far."""
         assert self._plan is not None, "next() before start()"
+        if isinstance(self._source, Stream):
+            return self._next_of_stream(self._source)
         piece = next(self._plan, None)
         if piece is None:
             return None
@@ -163,6 +177,24 @@ class Loader:
             data, ids = next(self._fetched) if piece.hi > piece.lo else (None, _NO_IDS)
         assert len(ids) == piece.hi - piece.lo, f"{piece} came with {len(ids)} ids"
         return Fetched(data, ids, piece.batch, piece.lo, piece.hi, piece.micro, self._pass.accumulate)
+
+    def _next_of_stream(self, stream: Stream) -> Fetched | None:
+        while (piece := next(self._plan or iter(()), None)) is not None:
+            with self._watched():
+                read = next(self._fetched)
+            if read.batch is not None:
+                if piece.micro == 0:
+                    stream.committed_to(read.batch.epoch, read.batch.lo)
+                micros = self._pass.accumulate
+                return Fetched(read.data, read.ids, read.batch, read.lo, read.hi, piece.micro, micros, read.first)
+            epoch = piece.batch.epoch
+            if piece.batch.lo == 0:
+                raise DataUnusable(
+                    f"pass {self._pass.index}: the stream gave {counted(read.end, 'sample')} in epoch {epoch}, too few "
+                    "for a step; one that can be read once only needs to be made anew for each pass of one epoch"
+                )
+            self.start(Cursor(self._pass.index, epoch + 1), *self._split)
+        return None
 
     def close(self) -> None:
         """End the loader processes. A sample that is being read is waited for, but for seconds at most."""
@@ -285,33 +317,23 @@ class _Request:
 
 
 class _Requests:
-    """The batch sampler: a request for each micro-batch that is not empty."""
+    """The batch sampler."""
 
-    def __init__(self, pass_: Pass) -> None:
-        self._pass = pass_
+    def __init__(self, source: _Source | Stream) -> None:
+        self._source = source
         self._from: tuple[int, Cursor, int, int] | None = None
         self.added: _Queue | None = None  # what is asked for instead of a split
 
     def restart(self, split_index: int, cursor: Cursor, rank: int, size: int) -> None:
         self._from = (split_index, cursor, rank, size)
 
-    def __iter__(self) -> Iterator[_Request]:
-        if self._from is not None and self.added is not None:
-            # Not a generator: that would have ended for good when there is nothing for now.
-            return map(partial(self._request, self._from[0]), self.added)
-        return self._of_split()
-
-    def _of_split(self) -> Iterator[_Request]:
+    def __iter__(self) -> Iterator[_Request | StreamRequest]:
         if self._from is None:
-            return
-        split_index, cursor, rank, size = self._from
-        for piece in _plan(self._pass, cursor, rank, size):
-            if piece.hi > piece.lo:
-                yield self._request(split_index, piece)
-
-    def _request(self, split_index: int, piece: _Piece) -> _Request:
-        epoch = piece.batch.epoch
-        return _Request(split_index, epoch, self._pass.order(epoch)[piece.lo : piece.hi])
+            return iter(())
+        if self.added is not None and isinstance(self._source, _Source):
+            # Not a generator: that would have ended for good when there is nothing for now.
+            return map(partial(self._source.request, self._from[0]), self.added)
+        return self._source.requests(*self._from)
 
 
 class _Queue:
@@ -348,6 +370,15 @@ class _Source(Dataset[Any]):
         self._newest_split[0] += 1
         return self._newest_split[0]
 
+    def requests(self, split_index: int, cursor: Cursor, rank: int, size: int) -> Iterator[_Request]:
+        """One for each micro-batch that is not empty."""
+        for piece in _plan(self._pass, cursor, rank, size):
+            if piece.hi > piece.lo:
+                yield self.request(split_index, piece)
+
+    def request(self, split_index: int, piece: _Piece) -> _Request:
+        return _Request(split_index, piece.batch.epoch, self._pass.ids(piece.batch.epoch, piece.lo, piece.hi))
+
     def __getitems__(self, request: _Request) -> tuple[Any, Ids]:
         """The DataLoader's way in: it gives a whole element of the batch sampler to this method."""
         return self.read(request)
@@ -361,7 +392,7 @@ class _Source(Dataset[Any]):
             return [tensor.index_select(0, rows.to(tensor.device)) for tensor in self._tensors], request.ids
         if get_worker_info() is not None:  # a loader process has no randomness but the samples'
             return self._read_samples(request, indices)
-        with _untouched_randomness():
+        with randomness.untouched():
             return self._read_samples(request, indices)
 
     def _read_samples(self, request: _Request, indices: Ids) -> tuple[Any, Ids]:
@@ -383,32 +414,31 @@ class _Source(Dataset[Any]):
         seeded_by = request.epoch, int(request.ids[0])
         self._seed(*seeded_by)
         samples = self._read_many(indices.tolist())
-        drawn_after = _draw()
+        drawn_after = randomness.draw()
         self._seed(*seeded_by)
-        if drawn_after == _draw():
+        if drawn_after == randomness.draw():
             return samples
         self._read_many = None
         return None
 
     def _seed(self, epoch: int, sample_id: int) -> None:
-        seed = self._pass.sample_seed(epoch, sample_id)
-        random.seed(seed)
-        np.random.seed(seed & 0xFFFFFFFF)
-        # Not torch.manual_seed, which would seed the GPUs of the training loop too.
-        torch.default_generator.manual_seed(seed)
+        randomness.seed(self._pass.sample_seed(epoch, sample_id))
 
     def _stale(self, request: _Request) -> bool:
         return request.split_index != self._newest_split[0]
 
 
-def samples_in(dataset: Dataset[Any]) -> int:
-    """The length of a data set that can be read by index; DataUnusable for any other."""
-    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
-        raise DataUnusable(
-            f"{type(dataset).__name__} cannot be read by index, so that it cannot be split anew when workers come and "
-            "go; give a data set with __len__ and __getitem__"
-        )
-    return len(dataset)
+def samples_in(dataset: Dataset[Any]) -> int | None:
+    """The length of a data set that can be read by index, None of one that can only be iterated over; DataUnusable of
+    any other."""
+    if not isinstance(dataset, IterableDataset) and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+        return len(dataset)
+    if hasattr(dataset, "__iter__"):
+        return None
+    raise DataUnusable(
+        f"{type(dataset).__name__} can be neither read by index nor iterated over; give a data set with __len__ and "
+        "__getitem__, or with __iter__"
+    )
 
 
 def _check_readable(dataset: Dataset[Any], pass_: Pass) -> None:
@@ -430,23 +460,6 @@ def _without_subsets(dataset: Dataset[Any]) -> tuple[Dataset[Any], Ids | None]:
     return dataset, to_index
 
 
-def _draw() -> tuple[float, float, float]:
-    """The next number of each source of randomness."""
-    return random.random(), np.random.random_sample(), torch.rand((), dtype=torch.float64).item()
-
-
-@contextmanager
-def _untouched_randomness() -> Iterator[None]:
-    """Put the process's random states back at the end."""
-    python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        torch.set_rng_state(torch_state)
-
-
 def _as_is(read: Any) -> Any:
     """The collate function of the DataLoader: the source has collated already, under the seed of the samples."""
     return read
@@ -455,6 +468,7 @@ def _as_is(read: Any) -> Any:
 def _enter_loader_process(parent_pid: int, in_child: Callable[[], None] | None, loader_index: int) -> None:
     """Tie this process's life to the worker's, and let go of what it inherited."""
     die_with(parent_pid)
+    leave_no_names()
     if in_child is not None:
         in_child()
     # An interrupt from the keyboard reaches the whole group of processes; the worker decides what becomes of it.

@@ -18,17 +18,22 @@ from shoal.errors import DataUnusable
 
 Ids = npt.NDArray[np.int64]
 
+# The position of an epoch that is over. Whether it is, the step before decides and not whoever comes after it: how much
+# is dropped depends on their number, and how long a stream is shows only when its end comes.
+ENDED = 1 << 62
+
 
 @dataclass(frozen=True)
 class Pass:
     """What one call of `Worker.batches` goes over; DataUnusable when it would give no step.
 
+    Without `num_samples` it is a stream: in an order of its own, and of a length that nobody knows.
     A step takes `global_batch` samples whatever the number of workers, or `worker_batch` × workers × `accumulate`.
     Exactly one of the two is set. Each worker's share is cut in `accumulate` micro-batches.
     """
 
     index: int
-    num_samples: int
+    num_samples: int | None
     epochs: int
     seed: int
     shuffle: bool
@@ -40,7 +45,7 @@ class Pass:
     leased: bool = False  # workers do not move in lockstep: `leases` says which samples are whose, and not a cursor
 
     def __post_init__(self) -> None:
-        if self.num_samples < 1:
+        if self.num_samples is not None and self.num_samples < 1:
             raise self._unusable("the data set is empty", "give it at least one sample")
         if self.epochs < 1:
             raise self._unusable(f"epochs is {self.epochs}", "ask for 1 or more")
@@ -52,7 +57,10 @@ class Pass:
         name, batch = ("global_batch", self.global_batch) if self.global_batch else ("batch_size", self.worker_batch)
         if batch is None or batch < 1:
             raise self._unusable(f"the batch is {batch or 0} samples", "ask for 1 or more")
-        if batch > self.num_samples:
+        if self.num_samples is None:
+            if self.shuffle:
+                raise self._unusable("a stream has its own order", "set shuffle=False, and shuffle where it is made")
+        elif batch > self.num_samples:
             raise self._unusable(
                 f"{name} is {batch}, the data has {self.num_samples} samples",
                 f"lower it to {self.num_samples} or give more data",
@@ -61,6 +69,8 @@ class Pass:
 
     def check(self, size: int) -> None:
         """DataUnusable when `size` workers cannot share this data."""
+        if self.num_samples is None:
+            return
         if size > self.num_samples:
             raise self._unusable(
                 f"{size} workers would share {self.num_samples} samples", f"run at most {self.num_samples} workers"
@@ -79,9 +89,18 @@ class Pass:
         assert self.worker_batch is not None
         return self.worker_batch * size * self.accumulate
 
+    def too_few(self, size: int) -> int:
+        """Fewer samples than this are no step of `size` workers."""
+        return self.step_samples(size) if self.drop_last else 1
+
     def order(self, epoch: int) -> Ids:
         """The ids in the order the epoch uses them. A second pass with the same seed has another order."""
+        assert self.num_samples is not None, "a stream has its own order"
         return permutation(seed_for(self.seed, self.index), epoch, self.num_samples, self.shuffle)
+
+    def ids(self, epoch: int, lo: int, hi: int) -> Ids:
+        """The ids of a range of the order. Those of a stream are the places in it."""
+        return np.arange(lo, hi, dtype=np.int64) if self.num_samples is None else self.order(epoch)[lo:hi]
 
     def sample_seed(self, epoch: int, sample_id: int) -> int:
         """What augmentation of one sample is seeded with, wherever and however often it is read."""
@@ -109,22 +128,25 @@ class GlobalBatch:
     epoch: int
     lo: int
     hi: int
+    last: bool = False  # of its epoch; of a stream's its reader knows
 
 
 def take(pass_: Pass, cursor: Cursor, size: int) -> GlobalBatch | None:
-    """The samples of the next step of `size` workers; None when the pass is complete."""
+    """The samples of the next step of `size` workers; None when the pass is complete. A stream may have fewer."""
     assert cursor.pass_index >= pass_.index, f"pass {pass_.index} has not begun at {cursor}"
     if cursor.pass_index > pass_.index:
         return None
     pass_.check(size)
-    step_samples = pass_.step_samples(size)
     epoch, position = cursor.epoch, cursor.position
-    rest = pass_.num_samples - position
-    if rest < (step_samples if pass_.drop_last else 1):
-        epoch, position, rest = epoch + 1, 0, pass_.num_samples
+    if position == ENDED:
+        epoch, position = epoch + 1, 0
     if epoch >= pass_.epochs:
         return None
-    return GlobalBatch(epoch, position, position + min(step_samples, rest))
+    hi = position + pass_.step_samples(size)
+    if pass_.num_samples is None:
+        return GlobalBatch(epoch, position, hi)
+    hi = min(hi, pass_.num_samples)
+    return GlobalBatch(epoch, position, hi, last=pass_.num_samples - hi < pass_.too_few(size))
 
 
 def advance(cursor: Cursor, batch: GlobalBatch) -> Cursor:
@@ -132,7 +154,7 @@ def advance(cursor: Cursor, batch: GlobalBatch) -> Cursor:
     return Cursor(
         pass_index=cursor.pass_index,
         epoch=batch.epoch,
-        position=batch.hi,
+        position=ENDED if batch.last else batch.hi,
         step=cursor.step + 1,
         samples=cursor.samples + batch.hi - batch.lo,
     )

@@ -34,13 +34,14 @@ class Progress:
 
 
 def measure(passes: Sequence[Mapping[str, Any]], epoch: int, samples: int) -> Progress | None:
-    """`passes` as they were declared, in order; `epoch` and `samples` of the newest commit. None without a pass.
+    """`passes` as they were declared, in order; `epoch` and `samples` of the newest commit. None without a pass, and
+    with streams, which do not say how much is to come.
 
     `samples` counts from the job's beginning, and passes before may have been left by `break` or dropped ragged ends:
     the epoch bounds what can be wrong with the difference.
     """
     passes = [pass_ for pass_ in passes if pass_.get("train", True)]  # evaluations learn from no sample
-    if not passes:
+    if not passes or any(pass_["num_samples"] is None for pass_ in passes):
         return None
     *before, newest = passes
     epoch_samples = _epoch_samples(newest)
@@ -66,11 +67,6 @@ def _epoch_samples(pass_: Mapping[str, Any]) -> int:
         return extent_of(pass_).samples
     samples, batch = int(pass_["num_samples"]), pass_["global_batch"]
     return samples - samples % int(batch) if pass_["drop_last"] and batch else samples
-
-
-def leased(directory: Path) -> bool:
-    """Whether workers did not move in lockstep: then there is no newest commit."""
-    return any(json.loads(path.read_text()).get("leased") for path in directory.glob("pass-*.json"))
 
 
 class Passes:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shoal import errors
+from shoal import checkpoints, errors
 from shoal.control import client
 from shoal.control.coordinator import OnError
 from shoal.control.environment import WorkerEnvironment
@@ -166,8 +166,9 @@ class CoordinatorProcess:
 
 
 def clear_shared_memory(loaders: Path) -> None:
-    """Remove what loader processes that were killed have left in /dev/shm: torch names a piece after its maker, and
-    takes the name away at once, unless it is killed in between. All of them are dead by now."""
+    """Remove what data sets that share tensors themselves have left in /dev/shm, in loader processes that were killed:
+    torch names a piece after its maker, and takes the name away at once, unless it is killed in between. All of them
+    are dead by now."""
     pids = loaders.read_text().split() if loaders.exists() else []
     for pid in pids:
         for left in Path("/dev/shm").glob(f"torch_{pid}_*"):
@@ -310,7 +311,12 @@ class Job:
         self._spawn(self._stop(grace_s))
 
     async def _stop(self, grace_s: float) -> None:
-        await self._launcher.stop(grace_s)
+        latest_s = self._loop.time() + grace_s + self._timeouts.save_s
+
+        def saving() -> bool:
+            return self._loop.time() < latest_s and checkpoints.being_written(self._run_dir.checkpoints)
+
+        await self._launcher.stop(grace_s, busy=saving)
         self._over.set()
 
     async def _close(self) -> None:
@@ -331,6 +337,7 @@ class Job:
         self._keeper.cancel()
         await asyncio.gather(self._keeper, return_exceptions=True)
         await self._coordinator.close(self._timeouts.budget_s)
+        self._run_dir.remove_drafts()
         self._echo(last=True)
         self._screen.close()
 

@@ -99,8 +99,8 @@ class Launcher(ABC):
         """What is known of its life now; None when it is gone."""
 
     @abstractmethod
-    async def stop(self, grace_s: float) -> None:
-        """Ask every worker to leave, and end after `grace_s` those that have not."""
+    async def stop(self, grace_s: float, busy: Callable[[], bool] = lambda: False) -> None:
+        """Ask every worker to leave, and end after `grace_s` those that have not, but not while `busy()`."""
 
     @abstractmethod
     async def close(self) -> Committed | None:

@@ -24,6 +24,7 @@ from shoal.sync.memory import create
 # A death is told at once; how it came about is worth this short a wait for the fork server's word.
 _STATUS_WAIT_S = 0.05
 _KILL_WAIT_S = 10.0
+_BUSY_WAIT_S = 0.1
 
 
 class HeldMemory:
@@ -185,11 +186,13 @@ class LocalLauncher(Launcher):
         cpu_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
         return Evidence(worker_id, cpu_s, stopped=fields[0] in "Tt")
 
-    async def stop(self, grace_s: float) -> None:
+    async def stop(self, grace_s: float, busy: Callable[[], bool] = lambda: False) -> None:
         workers = list(self._workers.values())
         for worker in workers:
             self.signal(worker.worker_id, signal.SIGTERM)
         await self._all_dead(workers, grace_s)
+        while busy() and not all(worker.dead.is_set() for worker in workers):
+            await self._all_dead(workers, _BUSY_WAIT_S)
         for worker in workers:
             self.signal(worker.worker_id, signal.SIGKILL)
         await self._all_dead(workers, _KILL_WAIT_S)

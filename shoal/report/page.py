@@ -35,14 +35,6 @@ _PARTS = {
 _MARKED = {"lost": "red", "joined": "green", "left": "gray", "other": "violet"}
 _ROWS = {kind: row for row, kind in enumerate(_MARKED)}
 _MARK_WORDS = {"lost": "killed or lost", "joined": "joined", "left": "left", "other": "other changes"}
-_ENDINGS = {
-    "running": "still running",
-    "finished": "finished",
-    "stopped": "stopped",
-    "failed": "failed",
-    "killed": "killed",
-    "empty": "not begun",
-}
 STYLE = (
     plots.STYLE
     + """
@@ -105,7 +97,7 @@ def body(run: Run) -> str:
 def summary(run: Run) -> list[str]:
     """A few lines for a terminal."""
     if run.goodput is None:
-        return [f"{run.name}: {_ENDINGS[run.phase]}, no worker has measured anything yet"]
+        return [f"{run.name}: {run.phase}, no worker has measured anything yet"]
     seconds = run.seconds
     total_s = sum(seconds.values())
     shares = [
@@ -114,7 +106,7 @@ def summary(run: Run) -> list[str]:
         if value / total_s >= 0.0005
     ]
     return [
-        f"{run.name}: {_ENDINGS[run.phase]}, {counted(run.steps, 'step')}, goodput {run.goodput:.1%} of "
+        f"{run.name}: {run.phase}, {counted(run.steps, 'step')}, goodput {run.goodput:.1%} of "
         f"{_seconds(total_s)} of {counted(len(run.workers), 'worker')}",
         ", ".join(shares),
     ]
@@ -137,7 +129,7 @@ def figures(run: Run) -> dict[str, Any]:
 
 
 def _header(run: Run) -> str:
-    color = {"running": "blue", "finished": "green", "failed": "red", "killed": "red"}.get(run.phase, "gray")
+    color = {"running": "blue", "finished": "green", "failed": "red", "not running": "red"}.get(run.phase, "gray")
     settings = run.settings
     script = " ".join([Path(str(settings.get("script", ""))).name, *map(str, settings.get("args", ()))])
     told = {
@@ -153,7 +145,7 @@ def _header(run: Run) -> str:
     said = " · ".join(f"{name} {value}" for name, value in told.items() if value is not None)
     reason = f'<p class="soft">{escape(run.reason)}</p>' if run.reason else ""
     return (
-        f'<h1>{escape(run.name)}<span class="badge" style="background: var(--{color})">{_ENDINGS[run.phase]}</span>'
+        f'<h1>{escape(run.name)}<span class="badge" style="background: var(--{color})">{run.phase}</span>'
         f'</h1>{reason}<p class="soft">{escape(script)}</p><p class="soft">{escape(said)}.</p>'
     )
 

@@ -9,7 +9,6 @@ import bisect
 import itertools
 import statistics
 import time
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from shoal.control.rundir import RunDir
 from shoal.data.progress import leased
 from shoal.metrics import read_events
 from shoal.seconds import CATEGORIES, GOOD
+from shoal.view.state import how_it_ended
 
 if TYPE_CHECKING:
     from shoal.data.audit import AuditReport
@@ -90,7 +90,7 @@ class WorkerTime:
 class Run:
     path: Path
     settings: dict[str, Any]
-    phase: str  # running, finished, stopped, failed, killed, empty
+    phase: str  # running, or how it ended, as `shoal status` says it
     reason: str
     began_s: float
     trained_from_s: float | None  # when the first generation began
@@ -169,7 +169,7 @@ def read(run_dir: RunDir, status: Mapping[str, Any] | None = None, now_s: float 
     files = {path.stem: read_events(path) for path in sorted(run_dir.metrics.glob("*.jsonl"), key=_by_number)}
     generations = [event for event in events if event["event"] == "generation"]
     lines = merge(_steps(line) for told in files.values() for line in told if line["event"] == "steps")
-    phase, reason = _phase(run_dir, events, status)
+    phase, reason = ("running", str(status.get("reason", ""))) if status else how_it_ended(events)
     last_s = max((line[-1]["time"] for line in (events, *files.values()) if line), default=settings["created"])
     return Run(
         path=run_dir.path,
@@ -253,22 +253,6 @@ def _workers(
             WorkerTime(worker_id, {name: seconds.get(name, 0.0) for name in CATEGORIES}, ended.get(worker_id, ""))
         )
     return found
-
-
-def _phase(run_dir: RunDir, events: Sequence[dict[str, Any]], status: Mapping[str, Any] | None) -> tuple[str, str]:
-    kinds = Counter(event["event"] for event in events)
-    said = {event["event"]: event.get("text", "") for event in reversed(events)}
-    if status:
-        return "running", str(status.get("reason", ""))
-    if kinds["failed"] and kinds["stopping"]:
-        return "failed", said["failed"]
-    if kinds["stopping"]:
-        return "stopped", said["stopping"]
-    if kinds["finished"]:
-        return "finished", ""
-    if run_dir.committed() is not None:
-        return "failed", "it ended before its work was done; its logs say why"
-    return ("killed", "with its launcher") if events else ("empty", "nothing has happened yet")
 
 
 def _audit(run_dir: RunDir, status: Mapping[str, Any] | None) -> AuditReport | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -63,7 +64,7 @@ class LocalJob:
         self.directory = directory
         self._plan = plan
         self._process: subprocess.Popen[str] | None = None
-        self._killed: set[int] = set()  # coordinators
+        self._killed: set[psutil.Process] = set()  # coordinators
 
     def run(self, timeout_s: float = 120.0) -> JobResult:
         self.start()
@@ -146,7 +147,10 @@ class LocalJob:
         def serves() -> bool:
             pid, serving = RunDir(self.directory).coordinator()
             found[:] = [pid]
-            return serving and pid not in self._killed and psutil.pid_exists(pid)
+            # Not by the pid alone: in a long job one is used again.
+            with contextlib.suppress(psutil.NoSuchProcess):
+                return serving and psutil.Process(pid) not in self._killed
+            return False
 
         self.wait_until(serves)
         return found[0]
@@ -154,10 +158,10 @@ class LocalJob:
     def kill_coordinator(self, journal: JournalFate = "kept") -> None:
         """SIGKILL, at whatever instruction it is, and the journal deleted or overwritten in the same moment."""
         pid = self.coordinator()
+        self._killed.add(psutil.Process(pid))
         os.kill(pid, signal.SIGSTOP)  # nothing is written between the loss and the death
         lose_journal(RunDir(self.directory), journal)
         os.kill(pid, signal.SIGKILL)
-        self._killed.add(pid)
 
     def checkpoint(self) -> dict[str, Any]:
         """Ask for a checkpoint, as `shoal checkpoint` does; the event that tells of it."""

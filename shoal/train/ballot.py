@@ -47,6 +47,7 @@ class Attempt:
     lo: int
     hi: int
     began_s: float
+    first: int | None = None  # a digest of the step's first sample, of a stream
     ids: list[npt.NDArray[np.int64]] = field(default_factory=list)
     counted: int = 0  # samples that gave a loss
     loss: float = 0.0  # summed over them
@@ -61,8 +62,8 @@ class Attempt:
 
     def __str__(self) -> str:
         """As a line of the statement; by hand, because it is written at every step."""
-        batch = self.batch
-        return f'{{"pass": {self.pass_index}, "epoch": {batch.epoch}, "from": {batch.lo}, "to": {batch.hi}}}'
+        batch, first = self.batch, "" if self.first is None else f', "first sample of the step": {self.first}'
+        return f'{{"pass": {self.pass_index}, "epoch": {batch.epoch}, "from": {batch.lo}, "to": {batch.hi}{first}}}'
 
 
 @dataclass(frozen=True)

@@ -41,11 +41,12 @@ class Results:
 
 class Rows:
     """An array of one row for each sample, in the order of the data set, as a `.npy` file that many workers write to.
-    A row that is computed again lands in the same place. The file has its name once all rows are in."""
+    A row that is computed again lands in the same place. The file has its name once all rows are in; until then it has
+    one of its own for each `job`, who goes on with it after a resume."""
 
-    def __init__(self, path: Path, count: int) -> None:
+    def __init__(self, path: Path, count: int, job: str) -> None:
         self._path, self._count = path, count
-        self._draft = path.with_name(f".{path.name}.draft")
+        self._draft = path.with_name(f".{path.name}.{job}.draft")
         self._file: npt.NDArray[Any] | None = None
 
     def write(self, lo: int, rows: object, samples: int) -> None:

@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from functools import partial
 
 from shoal import errors
 from shoal.control.environment import WorkerEnvironment
@@ -63,6 +64,7 @@ def _run_alone(main: Callable[[Worker], None], environment: WorkerEnvironment) -
             coordinator.start()
             worker = Worker("w0", socket.gethostname(), run_dir, OwnMemory(), Timeouts(), None, environment)
             try:
+                signal.signal(signal.SIGINT, partial(_interrupted, worker))
                 _live(worker, main, environment.plugin)
                 if not worker.progress().seq:
                     raise errors.trained_nothing(os.path.basename(script))
@@ -73,9 +75,20 @@ def _run_alone(main: Callable[[Worker], None], environment: WorkerEnvironment) -
     except errors.ShoalError as error:
         print(f"shoal: {type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(errors.exit_code(error))
+    except KeyboardInterrupt:
+        print("shoal: interrupted before the step had ended", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
     except Exception as problem:  # the exit code that `shoal run` has for it
         sys.excepthook(type(problem), problem, problem.__traceback__)
         sys.exit(2)
+
+
+def _interrupted(worker: Worker, *_: object) -> None:
+    """Ctrl-C ends the job at a step boundary, as it does under `shoal run`, and a second one at once."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Not print: the script may have been interrupted in the middle of one.
+    os.write(2, b"\nshoal: ends after this step; Ctrl-C once more ends it now\n")
+    worker.on_sigterm()
 
 
 def _live(worker: Worker, main: Callable[[Worker], None], plugin: str) -> None:

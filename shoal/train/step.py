@@ -11,7 +11,7 @@ import torch
 
 from shoal import errors
 from shoal.data.audit import AuditWriter, Fed, digest
-from shoal.data.ledger import Cursor, Pass, advance, split, take
+from shoal.data.ledger import Cursor, Pass, advance, split
 from shoal.metrics import fault_point
 from shoal.sync.group import Group
 from shoal.sync.record import Record, Records
@@ -79,7 +79,7 @@ class Stepper:
         verdict = Verdict(tally.finite, self._policy.clip_norm, self._factor(group, record, after))
         norm = self._sync.prepare(group, verdict)
         if group.rank == 0:
-            self._write_record(group, record, after, pass_, tally)
+            self._write_record(group, record, after, tally)
         self._write_audit(group, pass_, attempt, skipped=not tally.finite)
         self.pending = report = StepReport(
             step=after.step,
@@ -126,8 +126,8 @@ class Stepper:
                 totals=tuple(totals),
             )
             self._records.write(group.seq + 1, counted)
-            if after.position >= pass_.num_samples:
-                results.write(pass_.index, dict(zip(tally.metrics, totals, strict=True)), pass_.num_samples)
+            if attempt.batch.last:
+                results.write(pass_.index, dict(zip(tally.metrics, totals, strict=True)), attempt.batch.hi)
         self._write_audit(group, pass_, attempt, skipped=False)
         planned = group.commit()
         self.fresh = False
@@ -230,18 +230,15 @@ class Stepper:
             Situation(after.step, after.epoch, group.size, before, after.step - changed_at)
         )
 
-    def _write_record(self, group: Group, record: Record, after: Cursor, pass_: Pass, tally: Tally) -> None:
+    def _write_record(self, group: Group, record: Record, after: Cursor, tally: Tally) -> None:
         self._place_text(record)
         changed_at, before = _last_change(group, record, after)
-        following = take(pass_, after, group.size)
-        ended = following is None or following.epoch > after.epoch
         self._records.write(
             group.seq + 1,
             Record(
                 pass_index=after.pass_index,
                 epoch=after.epoch,
-                # Decided here and not by whoever is there next: with drop_last, the end depends on their number.
-                position=pass_.num_samples if ended else after.position,
+                position=after.position,
                 step=after.step,
                 samples=after.samples,
                 skipped=record.skipped + (not tally.finite),
@@ -260,7 +257,7 @@ class Stepper:
         self._audit.write(Fed(
             generation=group.generation.number, seq=group.seq + 1, pass_index=pass_.index, epoch=batch.epoch,
             step_lo=batch.lo, step_hi=batch.hi, lo=attempt.lo, hi=attempt.hi,
-            ids_digest=digest(attempt.ids), skipped=skipped,
+            ids_digest=digest(attempt.ids), skipped=skipped, last=batch.last,
         ))  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import random
 import signal
@@ -29,7 +30,7 @@ from shoal.control.timeouts import Timeouts
 from shoal.data import ledger
 from shoal.data.audit import AuditWriter, declare
 from shoal.data.batches import Fetched, Loader, samples_in
-from shoal.data.ledger import Cursor, Pass
+from shoal.data.ledger import ENDED, Cursor, Pass
 from shoal.errors import Changed
 from shoal.metrics import fault_point
 from shoal.seconds import CHECKPOINT, COMPUTE, EXCHANGE, INPUT, RECONFIGURE, WAIT, Seconds
@@ -54,6 +55,9 @@ OnEpoch = Callable[[int], None]
 
 
 OnReconfigure = Callable[[Reconfiguration], None]
+
+# A newcomer that reads what is new in a stream within this is not waited for long.
+_CAUGHT_UP_S = 0.05
 
 _log = logging.getLogger("shoal.worker")
 
@@ -116,7 +120,6 @@ class Worker:
         self._current: Batch | None = None
         self._pass: Pass | None = None
         self._passes = 0
-        self._dropped: tuple[int, int] | None = None  # (pass, epoch) that ended by being dropped
         self._split_is_new = True  # the loader has to be started again
         self._asked_in = False
         self._metrics = MetricsFile(run_dir.metrics / f"{worker_id}.jsonl", run_dir.settings()["created"])
@@ -240,7 +243,7 @@ class Worker:
         batch_size: int | None = None,
         global_batch: int | None = None,
         epochs: int = 1,
-        shuffle: bool = True,
+        shuffle: bool | None = None,
         drop_last: bool = False,
         seed: int = 0,
         num_workers: int = 0,
@@ -251,17 +254,22 @@ class Worker:
         """This worker's micro-batches of a pass over the data: every sample of every epoch once, over all workers.
 
         batch_size is one worker's (a step takes batch_size × workers × accumulate), global_batch the whole step's
-        whatever the number of workers. Call `step` once for each batch.
+        whatever the number of workers. Call `step` once for each batch. A data set that can only be iterated over is a
+        stream: every worker reads all of it and uses its share, so it must give the same samples in the same order
+        everywhere. The others are shuffled unless told not to.
         """
         self._need_attached("batches")
-        if global_batch is not None and self._lessee is not None:
+        samples = samples_in(dataset)
+        if self._lessee is not None and global_batch is not None:
             raise refuse(f"global_batch={global_batch}", "give batch_size, of one worker's step")
+        if self._lessee is not None and samples is None:
+            raise refuse("a stream", "give a data set with __len__ and __getitem__")
         pass_ = Pass(
             self._next_pass(),
-            samples_in(dataset),
+            samples,
             epochs,
             seed,
-            shuffle,
+            samples is not None if shuffle is None else shuffle,
             drop_last,
             global_batch,
             batch_size,
@@ -302,7 +310,13 @@ class Worker:
     ) -> None:
         """Write `predict(batch)`, an array with a row for each sample, to the `.npy` file `out`: a row for each sample
         of the data set, in its order, each written once while workers come and go."""
-        rows = Rows(Path(out).absolute(), samples_in(dataset))
+        samples = samples_in(dataset)
+        if samples is None:
+            raise errors.DataUnusable(
+                f"{type(dataset).__name__} does not say how many rows there will be; give a data set with __len__ and "
+                "__getitem__"
+            )
+        rows = Rows(Path(out).absolute(), samples, job=str(self._run_dir.settings()["created"]))
 
         def write(batch: Batch) -> Mapping[str, float]:
             rows.write(batch.fetched.lo, predict(batch), len(batch))
@@ -324,7 +338,8 @@ class Worker:
         if self._lessee is not None:
             raise refuse("evaluate() or predict()", "each worker has its own model, and can use it without")
         samples = samples_in(dataset)
-        pass_ = Pass(self._next_pass(), samples, 1, 0, False, False, None, min(batch_size, samples), 1, train=False)
+        batch_size = min(batch_size, samples or batch_size)
+        pass_ = Pass(self._next_pass(), samples, 1, 0, False, False, None, batch_size, 1, train=False)
         loader = Loader(dataset, pass_, num_workers=num_workers, collate_fn=collate_fn, in_child=self._in_loader)
         modes = [(module, module.training) for module in self._replica.model.modules()]
         self._replica.model.eval()
@@ -442,6 +457,7 @@ class Worker:
             if self._group is None:
                 # All lower slots are taken. One too many finds out here: as a member it would take the others with it.
                 pass_.check(self._slot + 1)
+                self._catch_up(pass_, loader)
                 self._become_member(pass_)
             assert self._group is not None
             pass_.check(self._group.size)
@@ -453,7 +469,6 @@ class Worker:
                 if self._stepper is not None and self._stepper.fresh and self._stepper.newest_pass > pass_.index:
                     return  # the others left this pass early, before this newcomer's first step
                 if self._split_is_new:
-                    self._end_dropped_epoch(pass_)
                     loader.start(self._cursor(pass_), self._group.rank, self._group.size)
                     self._split_is_new, self._attempt = False, None
                 fetched = loader.next()
@@ -473,6 +488,19 @@ class Worker:
             loader.close()
             if not self.seconds.starting:
                 self.seconds.switch(COMPUTE)
+
+    def _catch_up(self, pass_: Pass, loader: Loader) -> None:
+        """Read a stream to where the job is, while the others need not wait for it; and again as far as they have come
+        meanwhile, as long as that gets less."""
+        before_s = math.inf
+        while pass_.num_samples is None and self._words.commit and not self._passed(pass_):
+            began_s = time.monotonic()
+            loader.start(self._cursor(pass_), 0, max(1, self._record.size))
+            loader.next()
+            took_s = time.monotonic() - began_s
+            if took_s < _CAUGHT_UP_S or took_s > 0.8 * before_s:
+                return
+            before_s = took_s
 
     def _check_stepped(self, batch: Batch) -> None:
         if self._current is not None:
@@ -540,7 +568,7 @@ class Worker:
             lo, hi = fetched.batch.lo, fetched.batch.hi
             if not pass_.leased:
                 lo, hi = ledger.split(fetched.batch, self._group.rank, self._group.size)
-            self._attempt = Attempt(pass_.index, fetched.batch, lo, hi, time.perf_counter())
+            self._attempt = Attempt(pass_.index, fetched.batch, lo, hi, time.perf_counter(), fetched.first)
             self.seconds.begin_attempt()
             self._sync.begin()
         self._attempt.ids.append(fetched.ids)
@@ -647,20 +675,8 @@ class Worker:
                 scheduler.step()
 
     def _epoch_ended(self, pass_: Pass) -> bool:
-        """Whether the newest commit was the last of its epoch, by the size of the group that made it."""
-        return self._record.pass_index < pass_.index or self._record.position >= pass_.num_samples
-
-    def _end_dropped_epoch(self, pass_: Pass) -> None:
-        """A larger group may find the rest of an epoch too small for a step and drop it: the epoch ends without one."""
-        assert self._group is not None
-        record = self._record
-        at = (record.pass_index, record.epoch)
-        if not record.step or not pass_.train or self._epoch_ended(pass_) or self._dropped == at:
-            return
-        following = ledger.take(pass_, self._cursor(pass_), self._group.size)
-        if following is None or following.epoch > record.epoch:
-            self._dropped = at
-            self._end_epoch(record.epoch)
+        """Whether the newest commit was the last of its epoch."""
+        return self._record.pass_index < pass_.index or self._record.position == ENDED
 
     def _end_epoch(self, epoch: int) -> None:
         self._step_schedulers(self._epoch_schedulers)

@@ -39,11 +39,14 @@ _SCRIPT = """
 const key = new URLSearchParams(location.search).get("key");
 const headers = {"Authorization": "Bearer " + key};
 const said = document.getElementById("said");
+let silent = false;
+function noAnswer(problem) { silent = true; said.textContent = "shoal web does not answer: " + problem.message; }
 async function look() {
   try {
     const answer = await fetch("live", {headers});
     if (!answer.ok) throw new Error(await answer.text());
     const told = await answer.json();
+    if (silent) { silent = false; said.textContent = ""; }
     const open = [...document.querySelectorAll("#live details")].map(one => one.open);
     document.getElementById("line").textContent = told.line;
     document.getElementById("picture").innerHTML = told.picture;
@@ -51,14 +54,16 @@ async function look() {
     document.querySelectorAll("#live details").forEach((one, at) => { one.open = open[at] ?? one.open; });
     document.querySelectorAll("#bar button").forEach(one => { one.disabled = told.over; });
     if (told.over) return;
-  } catch (problem) { said.textContent = "shoal web does not answer: " + problem.message; }
+  } catch (problem) { noAnswer(problem); }
   setTimeout(look, EVERY_MS);
 }
 async function order(what, body) {
   said.textContent = what + " …";
   const sent = {method: "POST", headers: {...headers, "Content-Type": "application/json"}, body: JSON.stringify(body)};
-  const answer = await fetch("command/" + what, sent);
-  said.textContent = await answer.text();
+  try {
+    const answer = await fetch("command/" + what, sent);
+    said.textContent = await answer.text();
+  } catch (problem) { noAnswer(problem); }
 }
 document.getElementById("scale").onclick =
   () => order("scale", {target: Number(document.getElementById("target").value)});

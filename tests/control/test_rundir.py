@@ -98,3 +98,23 @@ def test_a_job_lives_as_long_as_its_launcher_holds_it(tmp_path: Path) -> None:
         assert run_dir.runs()
         assert run_dir.runs(), "to look changes nothing"
     assert not run_dir.runs()
+
+
+def test_what_killed_processes_had_not_finished_writing_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    run_dir = RunDir.create(tmp_path / "run", {})
+    run_dir.write_address("127.0.0.1:1")
+    run_dir.results.mkdir()
+    run_dir.checkpoints.mkdir()
+    kept = sorted(run_dir.path.rglob("*"))
+    unfinished = [
+        run_dir.checkpoints / f".draft-{os.getpid()}-step-000000007-g1",
+        run_dir.checkpoints / ".gone-1-step-1-g1",
+    ]
+    for folder in unfinished:
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"half")
+    for draft in (".address.77", ".committed.json.77", "audit/.pass-0.json.abcd", "results/.pass-3.json.77"):
+        (run_dir.path / draft).write_text("half")
+    (run_dir.path / ".gitignore").write_text("somebody else's")
+    run_dir.remove_drafts()
+    assert sorted(run_dir.path.rglob("*")) == sorted([*kept, run_dir.path / ".gitignore"])

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from shoal.data import audit, ledger
 from shoal.data.audit import AuditReport, AuditWriter, Fed
-from shoal.data.ledger import Cursor, Ids, Pass
+from shoal.data.ledger import Cursor, GlobalBatch, Ids, Pass
 from shoal.errors import WorkersDiffer
 
-RECORD_BYTES = 80
+RECORD_BYTES = 88
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,14 @@ class Part:
         return replace(self, fed=self.fed._replace(**changes))
 
 
+def taken(pass_: Pass, cursor: Cursor, size: int) -> GlobalBatch | None:
+    """The samples of a step, also of a stream: it has 50."""
+    batch = ledger.take(pass_, cursor, size)
+    if batch is None or pass_.num_samples is not None or batch.hi < 50:
+        return batch
+    return replace(batch, hi=50, last=True)
+
+
 def trained(pass_: Pass, sizes: list[int], first_seq: int = 1, redo: frozenset[int] = frozenset()) -> list[Part]:
     """What the workers of a job without faults feed. Steps in `redo` are attempted by one more worker before."""
     cursor, records, generation = ledger.begin(Cursor(), pass_.index), [], 1
@@ -39,16 +47,16 @@ def trained(pass_: Pass, sizes: list[int], first_seq: int = 1, redo: frozenset[i
             attempts.insert(0, attempts[0] + 1)
         for size in attempts:
             generation += 1
-            if (batch := ledger.take(pass_, cursor, size)) is None:
+            if (batch := taken(pass_, cursor, size)) is None:
                 continue
             for rank in range(size):
                 lo, hi = ledger.split(batch, rank, size)
-                ids = audit.digest([pass_.order(batch.epoch)[lo:hi]])
+                ids = audit.digest([pass_.ids(batch.epoch, lo, hi)])
                 where = (generation, first_seq + number, pass_.index, batch.epoch, batch.lo, batch.hi, lo, hi)
                 # The last worker of an attempt that is done again dies before it has written its record.
                 if size == attempts[-1] or rank < size - 1:
-                    records.append(Part(rank, Fed(*where, ids, skipped=False)))
-        if (batch := ledger.take(pass_, cursor, attempts[-1])) is None:
+                    records.append(Part(rank, Fed(*where, ids, skipped=False, last=batch.last)))
+        if (batch := taken(pass_, cursor, attempts[-1])) is None:
             return records
         cursor = ledger.advance(cursor, batch)
     raise AssertionError("the pass does not end")
@@ -78,6 +86,7 @@ PASS = Pass(
     worker_batch=None,
     accumulate=1,
 )
+STREAM = replace(PASS, num_samples=None, shuffle=False)
 BY_WORKER = replace(PASS, global_batch=None, worker_batch=4)
 NEWEST = 1_000_000
 
@@ -289,3 +298,15 @@ def test_a_record_that_does_not_fit_on_the_disk_is_an_error(tmp_path: Path, monk
         writer.write(Fed(1, 1, 0, 0, 0, 1, 0, 1, 0, False))
     monkeypatch.undo()
     writer.close()
+
+
+def test_a_stream_is_clean_and_what_is_missing_at_its_end_is_found(tmp_path: Path) -> None:
+    records = trained(STREAM, [3, 1, 4], redo=frozenset({2, 9}))
+    report = audit.audit(written(tmp_path / "whole", records, STREAM), NEWEST)
+    assert report == AuditReport(21, 150, 0, 0, 0, 2, [])
+    cut = [part for part in records if not (part.fed.epoch == 1 and part.fed.step_lo >= 40)]
+    report = audit.audit(written(tmp_path / "cut", cut, STREAM), NEWEST)
+    assert report.lost == 1
+    assert report.mismatches == ["pass 0, epoch 1: nobody fed what comes after 40 in the stream"]
+    gap = [part for part in records if not (part.fed.epoch == 0 and part.fed.lo == 16)]
+    assert audit.audit(written(tmp_path / "gap", gap, STREAM), NEWEST).lost > 0

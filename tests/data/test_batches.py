@@ -12,12 +12,13 @@ import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from shoal.data import ledger
 from shoal.data.batches import Fetched, Loader
@@ -403,11 +404,6 @@ def test_a_loader_process_killed_while_nobody_waits_for_it_is_an_error_in_the_ne
             then(loader)
 
 
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(20))
-
-
 entered = False
 
 
@@ -503,7 +499,6 @@ def test_loader_processes_vanish_when_their_worker_is_killed() -> None:
             DataUnusable,
             "Numbers has 20 samples now and had 21",
         ),
-        (lambda: Loader(Stream(), PASS), DataUnusable, "Stream cannot be read by index"),
         (lambda: Loader(Numbers(), PASS, num_workers=-1), SettingsContradict, "num_workers is -1; ask for 0"),
         (lambda: Loader(Numbers(), PASS, prefetch_factor=2), SettingsContradict, "prefetch_factor=2 needs loader"),
         (lambda: Loader(Numbers(), PASS, num_workers=1, prefetch_factor=0), SettingsContradict, "ask for 1 or more"),
@@ -536,3 +531,45 @@ def test_reading_in_this_process_for_pinning_gives_the_same_and_leaves_randomnes
         pinning.start(Cursor(), 1, 2)
         assert draws_by_sample(rest_of(pinning)) == expected
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class Views(Dataset[Any]):
+    """Samples that a collate function may return as they are: tensors of the data set's own memory, and none."""
+
+    rows = torch.arange(20.0).view(20, 1)
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[index]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "collate"),
+    [
+        (Views(), None),
+        (TensorDataset(Views.rows), None),
+        (
+            Views(),
+            lambda samples: {"rows": torch.cat(samples).view(-1, 1), "empty": torch.empty(0), "first": samples[0]},
+        ),
+    ],
+)
+def test_what_loader_processes_hand_over_has_no_name_in_the_file_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dataset: Dataset[Any], collate: Callable[[list[Any]], Any] | None
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with loader_over(dataset, num_workers=2, collate_fn=collate) as loader:
+        loader.start(Cursor(), rank=0, size=1)
+        held = []
+        for fetched in iter(loader.next, None):
+            rows = (
+                fetched.data["rows"] if collate else fetched.data[0] if isinstance(fetched.data, list) else fetched.data
+            )
+            assert rows.flatten().tolist() == fetched.ids.tolist()
+            held.append(fetched)
+            mapped = {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+            assert any("/memfd:shoal-batch" in name for name in mapped)
+            assert not [name for name in mapped if "/dev/shm/torch_" in name]
+        assert list(tmp_path.iterdir()) == [], "a killed loader process would leave this"

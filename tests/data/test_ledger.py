@@ -111,10 +111,24 @@ def test_a_step_done_again_with_fewer_workers_takes_the_same_samples() -> None:
 
 
 def test_a_ragged_end_is_skipped_when_dropped_and_kept_otherwise() -> None:
-    cursor = Cursor(position=8, step=2, samples=8)
-    assert ledger.take(make_pass(epochs=2), cursor, 1) == GlobalBatch(0, 8, 10)
-    assert ledger.take(make_pass(epochs=2, drop_last=True), cursor, 1) == GlobalBatch(1, 0, 4)
-    assert ledger.take(make_pass(epochs=1, drop_last=True), cursor, 1) is None
+    before = Cursor(position=4, step=1, samples=4)
+    kept, dropped = make_pass(epochs=2), make_pass(epochs=2, drop_last=True)
+    assert ledger.take(kept, before, 1) == GlobalBatch(0, 4, 8)
+    assert ledger.take(kept, Cursor(position=8, step=2), 1) == GlobalBatch(0, 8, 10, last=True)
+    batch = ledger.take(dropped, before, 1)
+    assert batch == GlobalBatch(0, 4, 8, last=True)
+    after = ledger.advance(before, batch)
+    assert ledger.take(dropped, after, 1) == GlobalBatch(1, 0, 4)
+    assert ledger.take(make_pass(epochs=1, drop_last=True), after, 1) is None
+
+
+def test_what_a_step_has_left_for_its_workers_is_not_dropped_by_more_of_them() -> None:
+    pass_ = make_pass(global_batch=None, worker_batch=2, drop_last=True)
+    cursor = ledger.advance(Cursor(), GlobalBatch(0, 0, 6))  # of three workers, who need six again and have four
+    assert ledger.take(pass_, Cursor(), 3) == GlobalBatch(0, 0, 6, last=True)
+    cursor = ledger.advance(Cursor(), GlobalBatch(0, 0, 4))  # of two, who have six left for a step
+    assert ledger.take(pass_, cursor, 2) == GlobalBatch(0, 4, 8, last=True)
+    assert ledger.take(pass_, cursor, 4) == GlobalBatch(0, 4, 10, last=True)
 
 
 def test_a_late_worker_begins_a_pass_where_the_job_is_and_gets_nothing_of_a_finished_one() -> None:
@@ -174,10 +188,10 @@ def test_more_workers_than_samples_is_refused() -> None:
 
 def test_a_group_too_large_for_a_full_step_is_refused_instead_of_dropping_every_sample() -> None:
     pass_ = make_pass(global_batch=None, worker_batch=3, drop_last=True)
-    assert ledger.take(pass_, Cursor(), 3) == GlobalBatch(0, 0, 9)
+    assert ledger.take(pass_, Cursor(), 3) == GlobalBatch(0, 0, 9, last=True)
     with pytest.raises(DataUnusable, match="a step of 4 workers takes 12 samples"):
         ledger.take(pass_, Cursor(), 4)
-    assert ledger.take(replace(pass_, drop_last=False), Cursor(), 4) == GlobalBatch(0, 0, 10)
+    assert ledger.take(replace(pass_, drop_last=False), Cursor(), 4) == GlobalBatch(0, 0, 10, last=True)
 
 
 def test_ledger_and_audit_do_not_import_torch() -> None:

@@ -7,21 +7,30 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
-from training import Case, Slow, data, model
+from training import Case, Gate, Slow, Stream, data, model
 
 import shoal
 from shoal.train.step import StepReport
 
 OUT = Path(sys.argv[2]) if len(sys.argv) > 2 else Path()
+GATE = Gate(OUT / "gate") if "gated" in sys.argv else None
 
 
 def loss_of(net: nn.Module, batch: shoal.train.worker.Batch) -> torch.Tensor:
     return nn.functional.cross_entropy(net(batch.x), batch.y)
+
+
+def hold(worker: shoal.Worker) -> None:
+    """Before a step of a scene whose end must not come before others do."""
+    if GATE is not None:
+        GATE.hold(worker)
 
 
 def write(worker: shoal.Worker, what: object) -> None:
@@ -58,6 +67,7 @@ def breaks(worker: shoal.Worker) -> None:
     worker.attach(net, torch.optim.SGD(net.parameters(), lr=0.01))
     for half in range(1, 121):
         for batch in worker.batches(data(Case("")), global_batch=24):
+            hold(worker)
             worker.step(loss_of(net, batch))
             if worker.steps >= 2 * half:
                 break
@@ -68,6 +78,7 @@ def stops(worker: shoal.Worker) -> None:
     net = model(Case(""))
     worker.attach(net, torch.optim.SGD(net.parameters(), lr=0.01))
     for batch in worker.batches(data(Case("")), global_batch=24, epochs=100):
+        hold(worker)
         worker.step(loss_of(net, batch))
         if worker.steps >= 6:
             break
@@ -81,6 +92,7 @@ def reconfigures(worker: shoal.Worker) -> None:
         net, torch.optim.SGD(net.parameters(), lr=0.01), on_reconfigure=lambda change: seen.append(vars(change))
     )
     for batch in worker.batches(data(Case("")), global_batch=24, epochs=20):
+        hold(worker)
         worker.step(loss_of(net, batch))
     write(worker, seen)
 
@@ -123,6 +135,7 @@ def ranks(worker: shoal.Worker) -> None:
     after = [worker.rank]
     for _ in range(3):
         for batch in worker.batches(data(Case("")), global_batch=24, epochs=3):
+            hold(worker)
             worker.step(loss_of(net, batch))
         after.append(worker.rank)
     write(worker, after)
@@ -185,6 +198,7 @@ def decays(worker: shoal.Worker) -> None:
 
     worker.attach(net, optimizer, on_epoch=decay)
     for batch in worker.batches(data(Case("")), global_batch=480, epochs=300):
+        hold(worker)
         if worker.step(loss_of(net, batch)) and worker.steps % 7 == 0:
             with worker.edit():
                 optimizer.param_groups[0]["weight_decay"] = worker.steps / 100_000
@@ -337,6 +351,40 @@ def measures(worker: shoal.Worker) -> None:
         loss = nn.functional.cross_entropy(net(batch.data[0]), batch.data[1])
         worker.step(loss, first_id=batch.data[2].double().mean())
     write(worker, {"epochs": epochs, "reports": reports})
+
+
+def streams(worker: shoal.Worker) -> None:
+    """Trains on a stream, then scores all of it."""
+    net = model(Case(""))
+    samples, epochs, generations = data(Case("")), list[int](), list[int]()
+
+    class Watched(Stream):
+        def __iter__(self) -> Iterator[Any]:
+            generations.append(worker.generation)
+            return super().__iter__()
+
+    worker.attach(net, torch.optim.SGD(net.parameters(), lr=0.01), on_epoch=epochs.append)
+    for batch in worker.batches(Watched(samples), batch_size=20, epochs=4):
+        hold(worker)
+        worker.step(loss_of(net, batch))
+
+    def score(batch: shoal.train.worker.Batch) -> dict[str, torch.Tensor]:
+        if worker.id == "w1" and batch.ids[0] > 200:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return {"loss": loss_of(net, batch)}
+
+    found = worker.evaluate(Stream(samples), score, batch_size=7)
+    loss = nn.functional.cross_entropy(net(samples.tensors[0]), samples.tensors[1]).item()
+    write(worker, {"epochs": epochs, "found": found, "loss": loss, "generations": generations})
+
+
+def streams_differ(worker: shoal.Worker) -> None:
+    """Each worker's stream comes in another order."""
+    net = model(Case(""))
+    worker.attach(net, torch.optim.SGD(net.parameters(), lr=0.01))
+    order = torch.randperm(480, generator=torch.Generator().manual_seed(os.getpid()))
+    for batch in worker.batches(Stream(TensorDataset(*data(Case(""))[order])), global_batch=20):  # type: ignore[arg-type]
+        worker.step(loss_of(net, batch))
 
 
 if __name__ == "__main__":

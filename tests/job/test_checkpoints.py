@@ -16,11 +16,13 @@ import pytest
 import torch
 
 from shoal import checkpoints
+from shoal.control import client
 from shoal.control.environment import WorkerEnvironment
 from shoal.control.rundir import RunDir
 from shoal.testing import FaultPlan, LocalJob
 from tests.job import training
-from tests.job.training import Case
+from tests.job.training import Case, Gate
+from tests.job.watched import Watched
 
 SCRIPT = Path(training.__file__)
 SCENES = SCRIPT.with_name("scenes.py")
@@ -46,9 +48,11 @@ def saved(running: LocalJob) -> int:
 
 
 def test_a_job_that_was_killed_as_a_whole_goes_on_with_another_number_of_workers(tmp_path: Path) -> None:
-    case = Case(out=str(tmp_path / "out"), epochs=80, scheduler=True)
+    gate = Gate(tmp_path / "gate")
+    case = Case(out=str(tmp_path / "out"), epochs=80, scheduler=True, gate=str(gate.path))
     running = job(tmp_path, case)
     running.start()
+    gate.open(60)
     running.wait_until(lambda: saved(running) >= 2)
     running.kill()
     folder = RunDir(tmp_path / "run").checkpoints
@@ -57,6 +61,8 @@ def test_a_job_that_was_killed_as_a_whole_goes_on_with_another_number_of_workers
     running.resume(workers=3)
     running.wait_until(lambda: running.status().get("step", 0) > 30)
     running.scale(4)  # a newcomer of a job that went on
+    running.wait_until(lambda: len(running.events("generation")[-1]["members"]) == 4)
+    gate.open(800)
     result = running.wait()
     assert f"checkpoint {newest.name} is damaged" in result.output
     assert_as_undisturbed(case, result)
@@ -78,18 +84,25 @@ def test_a_job_that_was_killed_as_a_whole_goes_on_with_another_number_of_workers
 
 
 def test_a_stopped_job_loses_no_step_and_a_checkpoint_can_be_asked_for(tmp_path: Path) -> None:
-    case = Case(out=str(tmp_path / "out"), epochs=100)
+    gate = Gate(tmp_path / "gate")
+    case = Case(out=str(tmp_path / "out"), epochs=30, gate=str(gate.path))
     running = job(tmp_path, case, every="off")
     running.start()
-    running.wait_until(lambda: running.status().get("step", 0) > 20)
-    asked = running.checkpoint()
+    gate.open(40)
+    running.wait_until(lambda: running.status().get("step", 0) == 40)
+    client.checkpoint(RunDir(running.directory))
+    gate.open(80)
+    running.wait_until(lambda: saved(running) == 1)
+    (asked,) = running.events("checkpointed")
     assert (Path(asked["path"]) / checkpoints.MANIFEST).exists()
+    running.wait_until(lambda: running.status().get("step", 0) > asked["step"])
     os.kill(running.process.pid, signal.SIGTERM)
     stopped = running.wait()
     assert stopped.exit_code == 128 + signal.SIGTERM, stopped.output
     newest, _ = checkpoints.newest_whole(RunDir(tmp_path / "run").checkpoints)
     assert newest is not None
     assert newest.step == stopped.steps > asked["step"]
+    gate.open(300)
     running.resume()
     result = running.wait()
     assert_as_undisturbed(case, result)
@@ -97,8 +110,10 @@ def test_a_stopped_job_loses_no_step_and_a_checkpoint_can_be_asked_for(tmp_path:
 
 
 def test_a_script_that_ran_alone_goes_on_with_two_workers(tmp_path: Path) -> None:
-    case = Case(out=str(tmp_path / "out"), epochs=80)
+    gate = Gate(tmp_path / "gate")
+    case = Case(out=str(tmp_path / "out"), epochs=80, gate=str(gate.path))
     (tmp_path / "out").mkdir()
+    gate.open(40)
     environment = WorkerEnvironment(dir=str(tmp_path / "run"), checkpoint_every="5").to_env()
     alone = subprocess.Popen([sys.executable, str(SCRIPT), *case.args()], env={**os.environ, **environment})
     folder = RunDir(tmp_path / "run").checkpoints
@@ -107,6 +122,7 @@ def test_a_script_that_ran_alone_goes_on_with_two_workers(tmp_path: Path) -> Non
         time.sleep(0.01)
     alone.kill()
     alone.wait()
+    gate.open(800)
     again = job(tmp_path, case)
     again.resume(workers=2)
     result = again.wait()
@@ -115,22 +131,38 @@ def test_a_script_that_ran_alone_goes_on_with_two_workers(tmp_path: Path) -> Non
 
 
 def test_a_disk_that_refuses_does_not_stop_the_training(tmp_path: Path) -> None:
-    case = Case(out=str(tmp_path / "out"), epochs=6)
+    gate = Gate(tmp_path / "gate")
+    case = Case(out=str(tmp_path / "out"), epochs=6, gate=str(gate.path))
     running = job(tmp_path, case)
-    running.directory.parent.mkdir(exist_ok=True)
     running.start()
     running.wait_until(lambda: (tmp_path / "run" / "audit").exists())
     (tmp_path / "run" / "checkpoints").write_text("a file where the folder should be")
+    gate.open(60)
     result = running.wait()
     assert_as_undisturbed(case, result)
     assert "no checkpoint of step" in result.output
     assert result.of("checkpoint_failed")
 
 
-def test_a_run_directory_in_use_and_one_of_a_newer_version_are_refused(tmp_path: Path) -> None:
-    case = Case(out=str(tmp_path / "out"), epochs=2000)
-    running = job(tmp_path, case)
+@pytest.mark.parametrize("loader_workers", [0, 1])
+def test_a_stream_goes_on_where_the_checkpoint_was(tmp_path: Path, loader_workers: int) -> None:
+    gate = Gate(tmp_path / "gate")
+    case = Case(out=str(tmp_path / "out"), epochs=80, stream=True, loader_workers=loader_workers, gate=str(gate.path))
+    running = job(tmp_path, case, workers=2)
     running.start()
+    gate.open(60)
+    running.wait_until(lambda: saved(running) > 2)
+    running.kill()
+    gate.open(800)
+    running.resume(workers=3)
+    assert_as_undisturbed(case, running.wait())
+
+
+def test_a_run_directory_in_use_and_one_of_a_newer_version_are_refused(tmp_path: Path) -> None:
+    gate = Gate(tmp_path / "gate")
+    running = job(tmp_path, case := Case(out=str(tmp_path / "out"), gate=str(gate.path)))
+    running.start()
+    gate.open(20)
     running.wait_until(lambda: running.status().get("step", 0) > 0)
     second = job(tmp_path, case)
     second.resume()
@@ -150,14 +182,22 @@ def test_a_run_directory_in_use_and_one_of_a_newer_version_are_refused(tmp_path:
 @pytest.mark.parametrize("seed", range(6))
 def test_everything_is_killed_again_and_again(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
-    case = Case(out=str(tmp_path / "out"), epochs=250, scheduler=True, loader_workers=draw.choice([0, 2]))
+    gate = Gate(tmp_path / "gate")
+    case = Case(
+        out=str(tmp_path / "out"),
+        epochs=250,
+        scheduler=True,
+        loader_workers=draw.choice([0, 2]),
+        gate=str(gate.path),
+    )
     plan = FaultPlan().kill("w1", step=draw.randrange(5, 100), during="reduce")
     running = job(tmp_path, case, workers=draw.randrange(1, 4), every=str(draw.randrange(3, 40)), plan=plan)
     running.start()
-    reached = 0
-    for _ in range(8):
-        reached += draw.randrange(1, 200)
-        running.wait_until(lambda reached=reached: running.status().get("step", 0) >= reached)
-        running.kill()
-        running.resume(workers=draw.randrange(1, 5))
-    assert_as_undisturbed(case, running.wait())
+    with Watched(running, gate) as watched:
+        for _ in range(8):
+            watched.reach(draw.randrange(1, 200))
+            running.kill()
+            running.resume(workers=draw.randrange(1, 5))
+        gate.open(2500)
+        result = running.wait()
+    assert_as_undisturbed(case, result)

@@ -15,7 +15,8 @@ from shoal.testing import FaultPlan, JobResult, LocalJob
 from shoal.testing.faults import JournalFate
 from tests.job import training
 from tests.job.test_faults import MANY, check
-from tests.job.training import Case
+from tests.job.training import Case, Gate
+from tests.job.watched import Watched
 
 SCRIPT = Path(training.__file__)
 SCENES = Path(__file__).with_name("scenes.py")
@@ -216,19 +217,23 @@ def test_a_coordinator_that_hangs_is_replaced_and_training_goes_on(tmp_path: Pat
 def test_a_seeded_sweep_of_coordinator_kills(tmp_path: Path, workers: int) -> None:
     """At least 40 coordinators die in two jobs, a third of them with their journal, some together with a worker."""
     draw = random.Random(workers)
-    case = Case(str(tmp_path / "out"), epochs=200, scheduler=True, pause_s=0.03)
+    gate = Gate(tmp_path / "gate")
+    case = Case(str(tmp_path / "out"), epochs=200, scheduler=True, gate=str(gate.path))
     Path(case.out).mkdir()
     job = LocalJob(SCRIPT, case.args(), workers=workers, directory=tmp_path / "run", options=MANY)
     job.start()
-    job.wait_until(lambda: steps_fed(job) > 0)
-    for _ in range(21):
-        progress(job, draw.randrange(1, 20))
-        victim = draw.choice([None, None, draw.randrange(workers)])
-        pid = None if victim is None else pid_of(job, victim)
-        job.kill_coordinator(draw.choice(["kept", "kept", "kept", "kept", "deleted", "overwritten"]))
-        if pid is not None:
-            os.kill(pid, signal.SIGKILL)
-    result = job.wait(600)
+    with Watched(job, gate) as watched:
+        for _ in range(21):
+            watched.reach(draw.randrange(1, 20))
+            victim = draw.choice([None, None, draw.randrange(workers)])
+            pid = None if victim is None else pid_of(job, victim)
+            job.kill_coordinator(draw.choice(["kept", "kept", "kept", "kept", "deleted", "overwritten"]))
+            if pid is not None:
+                os.kill(pid, signal.SIGKILL)
+        watched.reach(1)
+        job.coordinator()
+        gate.open(2000)
+        result = job.wait(600)
     check(case, result)
     check_decisions(result)
     assert len(result.of("restarted")) >= 20

@@ -7,19 +7,23 @@ from pathlib import Path
 import pytest
 import torch
 
+from shoal.control.rundir import RunDir
 from shoal.metrics import POINTS
 from shoal.testing import FaultPlan, JobResult, LocalJob
 from tests.job import training
-from tests.job.training import Case
+from tests.job.training import Case, Gate
 
 SCRIPT = Path(training.__file__)
 MANY = ("--restarts", "100000", "--backoff", "0", "--threads", "1", "--quiet")
 
 
 def run(case: Case, tmp_path: Path, plan: FaultPlan, workers: int | str, timeout_s: float = 240.0) -> JobResult:
+    return job_of(case, tmp_path, plan, workers).run(timeout_s)
+
+
+def job_of(case: Case, tmp_path: Path, plan: FaultPlan, workers: int | str) -> LocalJob:
     Path(case.out).mkdir(exist_ok=True)
-    job = LocalJob(SCRIPT, case.args(), workers=workers, directory=tmp_path / "run", plan=plan, options=MANY)
-    return job.run(timeout_s)
+    return LocalJob(SCRIPT, case.args(), workers=workers, directory=tmp_path / "run", plan=plan, options=MANY)
 
 
 def check(case: Case, result: JobResult, tolerance: float = 1e-10) -> None:
@@ -50,8 +54,19 @@ def test_a_worker_killed_at_each_named_point_leaves_the_result_of_an_undisturbed
         plan = plan.kill(f"w{victim}", step=step, during=point)
         killed.add(f"w{victim}")
         victim = victim + 2 if victim == 1 else victim + 1
-    case = Case(str(tmp_path / "out"), epochs=400)
-    result = run(case, tmp_path, plan, workers=3)
+    gate = Gate(tmp_path / "gate")
+    case = Case(str(tmp_path / "out"), epochs=100, gate=str(gate.path))
+    job = job_of(case, tmp_path, plan, workers=3)
+    job.start()
+
+    def each_point_was_met() -> bool:
+        gate.open(20 * len(job.events("generation")))  # some steps with each newcomer, and then the next one is awaited
+        faults = RunDir(job.directory).faults
+        return faults.exists() and len(faults.read_text().splitlines()) == len(POINTS)
+
+    job.wait_until(each_point_was_met)
+    gate.open(1000)
+    result = job.wait()
     check(case, result)
     assert {fault["during"] for fault in result.faults} == set(POINTS)
     assert survivors_kept_their_processes(result, killed)
@@ -85,8 +100,14 @@ def test_a_step_that_one_worker_saw_committed_and_another_did_not_counts_once_fo
 
 
 def test_workers_join_and_leave_at_step_boundaries_and_no_step_is_redone(tmp_path: Path) -> None:
-    case = Case(str(tmp_path / "out"), epochs=60)
-    result = run(case, tmp_path, FaultPlan().join(at_step=20, count=2).leave("w0", step=60), workers=2)
+    gate = Gate(tmp_path / "gate")
+    case = Case(str(tmp_path / "out"), epochs=60, gate=str(gate.path))
+    job = job_of(case, tmp_path, FaultPlan().join(at_step=20, count=2).leave("w0", step=60), workers=2)
+    job.start()
+    gate.open(100)
+    job.wait_until(lambda: any(event["members"] == ["w1", "w2", "w3"] for event in job.events("generation")))
+    gate.open(600)
+    result = job.wait()
     check(case, result)
     assert result.audit.redone == 0
     assert not result.of("lost")
@@ -114,3 +135,13 @@ def test_forty_random_kills_a_job(tmp_path: Path, workers: int, loaders: int, op
     check(case, result)
     assert len(result.of("lost")) >= 40
     assert {fault["worker_id"] for fault in result.faults} == {event["worker_id"] for event in result.of("lost")}
+
+
+@pytest.mark.parametrize("loader_workers", [0, 2])
+def test_a_stream_is_used_once_while_workers_come_and_die(tmp_path: Path, loader_workers: int) -> None:
+    case = Case(str(tmp_path / "out"), epochs=40, stream=True, loader_workers=loader_workers, accumulate=2)
+    plan = FaultPlan().kill("w1", step=9, during="backward").join(at_step=17).kill("w0", step=63, during="before_done")
+    plan = plan.kill("w2", step=110, during="reduce")
+    result = run(case, tmp_path, plan, workers=3)
+    check(case, result)
+    assert survivors_kept_their_processes(result, {"w0", "w1", "w2"})

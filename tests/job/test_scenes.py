@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,9 @@ import psutil
 import pytest
 
 from shoal.data.ledger import Cursor, Pass, advance, take
-from shoal.testing import FaultPlan, LocalJob
+from shoal.testing import FaultPlan, JobResult, LocalJob
+from tests.job.traces import Traces
+from tests.job.training import Gate
 
 SCRIPT = Path(__file__).with_name("scenes.py")
 QUICK = ("--threads", "1", "--backoff", "0")
@@ -38,6 +39,19 @@ def job(
         plan=plan,
         options=(*QUICK, *options),
     )
+
+
+def gate_of(running: LocalJob) -> Gate:
+    return Gate(running.directory.parent / "out" / "gate")
+
+
+def run_when_all_have_come(running: LocalJob, *, members: int, before: int, end: int) -> JobResult:
+    """The job to its end, which waits at a step until it has so many members: newcomers are not always quick."""
+    gate_of(running).open(before)
+    running.start()
+    running.wait_until(lambda: [len(it["members"]) for it in running.events("generation")][-1:] == [members])
+    gate_of(running).open(end)
+    return running.wait()
 
 
 def written(tmp_path: Path) -> dict[str, Any]:
@@ -71,6 +85,25 @@ def test_every_sample_is_scored_and_predicted_once_while_workers_come_and_go(tmp
         assert scores[0][-1]["loss"] == pytest.approx(one["loss"], rel=1e-10)
         np.testing.assert_allclose(np.load(tmp_path / "out" / "rows.npy"), one["outputs"], rtol=1e-10)
     assert sorted(path.name for path in (tmp_path / "out").iterdir() if path.suffix != ".json") == ["rows.npy"]
+
+
+def test_a_stream_is_trained_on_and_scored_once_though_nobody_knows_its_length(tmp_path: Path) -> None:
+    streams = job(tmp_path, "streams", "gated", plan=FaultPlan().join(at_step=15))
+    result = run_when_all_have_come(streams, members=3, before=20, end=100)
+    assert result.exit_code == 0, result.output
+    assert result.audit.clean, str(result.audit)
+    assert len(result.of("lost")) == 1, result.output
+    found = written(tmp_path)
+    assert found["w0"]["epochs"] == [0, 1, 2, 3]
+    assert found["w2"]["generations"][0] == 0, "the others waited while a newcomer read what they had used"
+    for one in found.values():
+        assert one["found"]["loss"] == pytest.approx(one["loss"], rel=1e-10)
+
+
+def test_streams_that_come_in_another_order_at_each_worker_end_the_job(tmp_path: Path) -> None:
+    result = job(tmp_path, "streams_differ").run()
+    assert result.exit_code == 2, result.output
+    assert "differ in first sample of the step" in result.output
 
 
 def test_a_script_may_call_batches_once_an_epoch_and_newcomers_find_the_right_one(tmp_path: Path) -> None:
@@ -128,7 +161,7 @@ def test_workers_whose_hyperparameters_differ_end_the_job_with_one_line(tmp_path
 
 def test_newcomers_have_the_hyperparameters_that_callbacks_and_edits_have_set(tmp_path: Path) -> None:
     plan = FaultPlan().join(at_step=50).kill("w1", step=120, during="reduce").join(at_step=150)
-    result = job(tmp_path, "decays", plan=plan).run()
+    result = run_when_all_have_come(job(tmp_path, "decays", "gated", plan=plan), members=4, before=200, end=300)
     assert result.exit_code == 0, result.output
     assert result.audit.clean, str(result.audit)
     assert len(set(result.digests.values())) == 1
@@ -139,7 +172,8 @@ def test_newcomers_have_the_hyperparameters_that_callbacks_and_edits_have_set(tm
 
 def test_newcomers_follow_members_that_have_left_a_pass_early(tmp_path: Path) -> None:
     plan = FaultPlan().join(at_step=20).join(at_step=60).join(at_step=100).join(at_step=140)
-    result = job(tmp_path, "breaks", plan=plan, workers="2:6").run()
+    breaks = job(tmp_path, "breaks", "gated", plan=plan, workers="2:6")
+    result = run_when_all_have_come(breaks, members=6, before=200, end=240)
     assert result.exit_code == 0, result.output
     assert result.audit.clean, str(result.audit)
     assert len(set(result.digests.values())) == 1
@@ -164,8 +198,8 @@ def test_newcomers_repeat_no_edit_and_count_no_batch_twice(tmp_path: Path) -> No
 
 
 def test_nobody_is_rank_0_but_rank_0(tmp_path: Path) -> None:
-    plan = FaultPlan().join(at_step=121).slow("w0", step=150, during="forward", seconds=3.0)
-    result = job(tmp_path, "ranks", plan=plan, workers="2:3").run()
+    ranks = job(tmp_path, "ranks", "gated", plan=FaultPlan().join(at_step=121), workers="2:3")
+    result = run_when_all_have_come(ranks, members=3, before=150, end=180)
     assert result.exit_code == 0, result.output
     after = written(tmp_path)
     assert after["w0"] == [-1, 0, 0, 0]
@@ -189,9 +223,9 @@ def test_workers_that_are_all_stopped_are_noticed_and_replaced(tmp_path: Path) -
 
 
 def test_a_newcomer_let_in_by_the_last_step_does_not_train_on_alone(tmp_path: Path) -> None:
-    # While step 6 is held up the newcomer gets warm, and is a member from the commit of that step on.
-    plan = FaultPlan().join(at_step=3).slow("w0", step=6, during="forward", seconds=2.0)
-    result = job(tmp_path, "stops", plan=plan, workers="2:3").run()
+    running = job(tmp_path, "stops", "gated", plan=FaultPlan().join(at_step=3), workers="2:3")
+    gate_of(running).open(5)  # step 6 waits for the newcomer, which is a member from the commit of that step on
+    result = running.run()
     assert result.exit_code == 0, result.output
     assert any("w2" in event["members"] for event in result.of("generation")), result.events
     assert result.steps == 6
@@ -202,7 +236,8 @@ def test_a_newcomer_let_in_by_the_last_step_does_not_train_on_alone(tmp_path: Pa
 
 def test_scripts_are_told_of_every_generation_and_whether_a_step_is_redone(tmp_path: Path) -> None:
     plan = FaultPlan().kill("w1", step=5, during="reduce").join(at_step=20)
-    result = job(tmp_path, "reconfigures", plan=plan, options=("--restarts", "5")).run()
+    reconfigures = job(tmp_path, "reconfigures", "gated", plan=plan, options=("--restarts", "5"))
+    result = run_when_all_have_come(reconfigures, members=3, before=200, end=400)
     assert result.exit_code == 0, result.output
     seen = written(tmp_path)["w0"]
     death, *joins = seen
@@ -262,19 +297,15 @@ def test_sigterm_lets_a_worker_finish_its_step_and_leave(tmp_path: Path) -> None
     assert result.audit.redone == 0
 
 
-def test_nothing_is_left_after_the_launcher_is_killed(tmp_path: Path) -> None:
+def test_nothing_is_left_after_the_launcher_is_killed(tmp_path: Path, traces: Traces) -> None:
     running = job(tmp_path, "long", "2", workers=2)
     running.start()
     running.wait_until(lambda: running.status().get("step", 0) > 0)
     family = psutil.Process(running.process.pid).children(recursive=True)
     assert len(family) >= 2 + 2 + 2 * 2  # coordinator and fork server, two workers, two loaders of each
-    running.process.kill()
-    _, alive = psutil.wait_procs(family, timeout=20)
-    assert not alive, alive
-    running.process.wait()
-    running.process.communicate()
-    makers = "|".join(str(process.pid) for process in family)
-    assert not [name for name in os.listdir("/dev/shm") if re.match(f"torch_({makers})_", name)]
+    traces.note(running)
+    running.kill()
+    assert traces.left(running, unfinished=True) == []
 
 
 def test_a_worker_whose_loader_process_is_killed_is_replaced_and_no_sample_is_lost(tmp_path: Path) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import shoal
 from shoal.data.ledger import Cursor, Pass, advance, take
@@ -36,10 +37,33 @@ class Case:
     batchnorm: bool = False
     scheduler: bool = False
     loss: str = "mean"
-    pause_s: float = 0.0  # before each step, for a job that is to last
+    stream: bool = False  # the data can only be iterated over
+    gate: str = ""  # the path of a `Gate` before each step
 
     def args(self) -> list[str]:
         return [json.dumps(asdict(self))]
+
+
+class Gate:
+    """How far a training may go: however late a test looks, the job has not run past what the test waits for."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._step = 0  # as far as this side knows
+
+    def open(self, step: int) -> None:
+        """For the test: steps up to this one may be made."""
+        draft = self.path.with_name(self.path.name + ".draft")
+        draft.write_text(str(step))
+        os.replace(draft, self.path)
+
+    def hold(self, worker: shoal.Worker) -> None:
+        """For the script, before each step. A change of workers is let through, and with it one step at most: it has
+        to come about, and a job that is stopped has to end."""
+        while worker.steps >= self._step and worker._notice.newest <= worker.generation:
+            self._step = int(self.path.read_text()) if self.path.exists() else 0
+            if worker.steps >= self._step:
+                time.sleep(0.002)
 
 
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
@@ -66,6 +90,14 @@ class Slow(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         return self._tensors[index]
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, tensors: TensorDataset) -> None:
+        self._tensors = tensors
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self._tensors[index] for index in range(len(self._tensors)))
 
 
 def data(case: Case) -> TensorDataset:
@@ -101,7 +133,7 @@ def reference(case: Case) -> tuple[dict[str, torch.Tensor], list[float]]:
     tensors, net = data(case), model(case)
     stepped = optimizer(case, net)
     schedule = schedulers(case, stepped)
-    pass_ = Pass(0, SAMPLES, case.epochs, 0, True, False, case.global_batch, None, case.accumulate)
+    pass_ = Pass(0, SAMPLES, case.epochs, 0, not case.stream, False, case.global_batch, None, case.accumulate)
     cursor, losses = Cursor(), []
     while (batch := take(pass_, cursor, 1)) is not None:
         ids = torch.from_numpy(np.array(pass_.order(batch.epoch)[batch.lo : batch.hi]))
@@ -134,11 +166,17 @@ def main(worker: shoal.Worker) -> None:
         schedulers=schedulers(case, stepped),
         on_step=lambda report: losses.update({report.step: report.loss}),
     )
-    tensors: Dataset[Any] = Slow(data(case)) if case.loader_workers else data(case)
+    tensors: Dataset[Any] = data(case)
+    if case.stream:
+        tensors = Stream(data(case))
+    elif case.loader_workers:
+        tensors = Slow(data(case))
+    gate = Gate(Path(case.gate))
     for batch in worker.batches(
         tensors, global_batch=case.global_batch, epochs=case.epochs, num_workers=case.loader_workers
     ):
-        time.sleep(case.pause_s)
+        if case.gate:
+            gate.hold(worker)
         worker.step(loss_of(case, net(batch.x), batch.y))
     torch.save({"state": net.state_dict(), "losses": losses}, out / f"{worker.id}.pt")
 

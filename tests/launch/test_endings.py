@@ -276,6 +276,40 @@ def test_a_job_of_one_process_ends_with_the_exit_codes_of_shoal_run(tmp_path: Pa
     assert " trained nothing: main(worker) must go over worker.batches" in last_line(idle.stderr)
 
 
+STAYS = """
+def main(worker):
+    for batch in batches(worker, epochs=1_000_000):
+        worker.step(loss(batch))
+        print("stepped", flush=True)
+        if worker.steps == 3:
+            import time
+            time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(("main", "code"), [(ENDLESS + "        print(worker.steps, flush=True)\n", 0), (STAYS, 130)])
+def test_ctrl_c_ends_a_job_of_one_process_at_a_step_and_a_second_one_at_once(
+    tmp_path: Path, main: str, code: int
+) -> None:
+    command = [sys.executable, str(script_of(tmp_path, main))]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        assert running.stderr is not None
+        for _ in range(3):
+            assert running.stdout.readline()
+        running.send_signal(signal.SIGINT)
+        while "Ctrl-C once more" not in running.stderr.readline():
+            assert running.poll() is None
+        if code:
+            running.send_signal(signal.SIGINT)
+        said = running.communicate(timeout=60)[1]
+    assert running.returncode == code, said
+    assert "Traceback" not in said
+    if not code:
+        (run_dir,) = (tmp_path / "shoal-runs").iterdir()
+        assert len(list((run_dir / "checkpoints").iterdir())) == 1, "Ctrl-C takes a checkpoint, as `shoal stop` does"
+
+
 def alone(tmp_path: Path, main: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(script_of(tmp_path, main))]
     return subprocess.run(command, cwd=tmp_path, env=dict(os.environ), capture_output=True, text=True, timeout=60)

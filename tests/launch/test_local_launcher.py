@@ -291,6 +291,36 @@ def test_stop_lets_workers_finish_and_kills_those_that_do_not(tmp_path):
     asyncio.run(go())
 
 
+@pytest.mark.parametrize("busy", [True, False])
+def test_stop_waits_longer_for_workers_that_are_busy(tmp_path, busy):
+    script = """
+        import os, signal, time
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print("waiting")
+        while not os.path.exists(os.environ["DONE"]):
+            time.sleep(0.01)
+    """
+    done, looks = tmp_path / "done", []
+
+    def still_busy():
+        looks.append(1)
+        if len(looks) == 3:
+            done.touch()
+        return busy
+
+    async def go():
+        async with launching(tmp_path, script) as watched:
+            await watched.start("w0")
+            await watched.says("w0", "waiting")
+            await watched.launcher.stop(grace_s=0.0, busy=still_busy)
+            expected = Exit("w0", exit_code=0) if busy else Exit("w0", signal=signal.SIGKILL)
+            assert await watched.exited("w0") == expected
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DONE", str(done))
+        asyncio.run(go())
+
+
 def test_workers_share_memory_by_name(tmp_path):
     script = """
         import mmap, os, socket

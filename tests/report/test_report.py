@@ -145,7 +145,7 @@ def test_report_command_writes_the_page_and_prints_where(
 
 def test_a_job_that_has_not_begun_still_has_a_page(tmp_path: Path) -> None:
     run = read(RunDir.create(tmp_path / "run", {"script": "train.py"}))
-    assert (run.phase, run.goodput, run.samples_per_s, run.rate(10)) == ("empty", None, None, [])
+    assert (run.phase, run.goodput, run.samples_per_s, run.rate(10)) == ("not running", None, None, [])
     Page(page(run))
     assert "no worker has measured anything" in summary(run)[0]
 
@@ -156,7 +156,16 @@ def test_a_job_that_still_trains_says_so_and_counts_what_its_workers_last_beat(j
     run = read(job, status, now_s=time.time())
     assert run.phase == "running"
     assert run.workers[0].seconds == seconds
-    assert "still running" in page(run)
+    assert ">running<" in page(run)
+
+
+def test_a_job_that_failed_and_went_on_to_its_end_has_finished(tmp_path: Path) -> None:
+    run_dir = RunDir.create(tmp_path / "run", {"script": "train.py"})
+    log = EventLog(run_dir.events)
+    for kind in ("failed", "stopping", "resumed", "finished", "ended"):
+        log.write(1.0, kind, worker_id="w0", text="")
+    log.close()
+    assert read(run_dir).phase == "finished"
 
 
 def test_a_job_that_failed_tells_why_and_escapes_what_users_wrote(tmp_path: Path) -> None:
@@ -167,7 +176,7 @@ def test_a_job_that_failed_tells_why_and_escapes_what_users_wrote(tmp_path: Path
     log.close()
     run_dir.write_committed(Committed(0, 0, 0, 0, None))
     run = read(run_dir)
-    assert (run.phase, run.reason) == ("failed", "ScriptFailed: x < 3 & </p><script>")
+    assert (run.phase, run.reason) == ("failed", "w0 failed: ScriptFailed: x < 3 & </p><script>")
     text = page(run)
     Page(text)
     assert "<script" not in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import threading
 from collections.abc import Callable
@@ -126,6 +127,15 @@ def test_only_the_newest_are_kept_and_leftovers_of_the_dead_go(tmp_path: Path) -
     take(tmp_path, 2, net(), keep=2, generation=5)  # a job that went on from step 1 is newer, whatever its step
     assert [path.name for path in checkpoints.listed(tmp_path)] == ["step-000000002-g5", "step-000000004-g1"]
     assert not list(tmp_path.glob(".*"))
+
+
+def test_one_that_is_being_written_is_waited_for_and_one_of_the_dead_is_not(tmp_path: Path) -> None:
+    assert not checkpoints.being_written(tmp_path / "nowhere")
+    (tmp_path / ".draft-999999999-step-000000001-g1").mkdir()
+    take(tmp_path, 1, net())
+    assert not checkpoints.being_written(tmp_path)
+    (tmp_path / f".draft-{os.getpid()}-step-000000002-g1").mkdir()
+    assert checkpoints.being_written(tmp_path)
 
 
 def test_a_full_disk_costs_the_checkpoint_only(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,6 @@ from shoal.web.picture import picture
 
 KEY = "a-key-of-this-test"
 BEARER = {"Authorization": f"Bearer {KEY}"}
-SCENES = Path(__file__).parents[1] / "job" / "scenes.py"
 
 
 def page_of(run_dir: RunDir) -> TestClient:
@@ -90,18 +89,6 @@ def test_the_picture_has_every_worker_with_its_rank_and_state() -> None:
     assert picture([]) == '<p class="soft">no workers</p>'
 
 
-@pytest.fixture
-def running(tmp_path: Path) -> Iterator[LocalJob]:
-    (tmp_path / "out").mkdir()
-    args = ["long", str(tmp_path / "out"), "0"]
-    job = LocalJob(SCENES, args, workers="1:3", directory=tmp_path / "run", options=["--threads", "1"])
-    job.start()
-    job.wait_until(lambda: job.status().get("step", 0) > 0)
-    yield job
-    if job.process.poll() is None:
-        job.kill()
-
-
 def test_a_real_job_is_drawn_by_a_real_browser_and_steered_by_the_buttons_commands(running: LocalJob) -> None:
     run_dir = RunDir.open(running.directory)
     web = subprocess.Popen([sys.executable, "-m", "shoal", "web", str(run_dir.path)], stdout=subprocess.PIPE, text=True)
@@ -125,6 +112,17 @@ def test_a_real_job_is_drawn_by_a_real_browser_and_steered_by_the_buttons_comman
     running.wait_until(lambda: bool(running.events("checkpointed")))
     assert page.post("/command/stop", json={}, headers=BEARER).text == "stopping"
     assert running.wait().exit_code == 0
+
+
+def test_the_address_can_be_opened_as_soon_as_it_is_printed(ended: RunDir) -> None:
+    command = [sys.executable, "-m", "shoal", "web", str(ended.path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as web:
+        try:
+            assert web.stdout is not None
+            with urllib.request.urlopen(web.stdout.readline().strip(), timeout=60) as answer:
+                assert answer.status == 200
+        finally:
+            web.terminate()
 
 
 def test_a_port_in_use_is_one_line(ended: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
