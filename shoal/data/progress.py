@@ -69,6 +69,11 @@ def _epoch_samples(pass_: Mapping[str, Any]) -> int:
     return samples - samples % int(batch) if pass_["drop_last"] and batch else samples
 
 
+def leased(directory: Path) -> bool:
+    """Whether workers did not move in lockstep: then there is no newest commit."""
+    return any(json.loads(path.read_text()).get("leased") for path in directory.glob("pass-*.json"))
+
+
 class Passes:
     """What workers have declared in the audit's directory so far. Each file is read once, however often one looks."""
 

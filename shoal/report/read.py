@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.control.rundir import RunDir
+from shoal.data.progress import leased
 from shoal.metrics import read_events
 from shoal.seconds import CATEGORIES, GOOD
 from shoal.view.state import how_it_ended
@@ -100,6 +101,7 @@ class Run:
     workers: list[WorkerTime]
     events: list[dict[str, Any]]
     audit: AuditReport | None
+    leased: bool = False  # without lockstep, the lines are of one worker's own steps, and the audit knows all workers'
 
     @property
     def name(self) -> str:
@@ -107,6 +109,8 @@ class Run:
 
     @property
     def steps(self) -> int:
+        if self.leased and self.audit is not None:
+            return self.audit.steps
         return self.lines[-1].step if self.lines else 0
 
     @property
@@ -120,6 +124,8 @@ class Run:
     def samples_per_s(self) -> float | None:
         """None where nothing was trained for long enough to tell."""
         samples = sum(line.samples for line in self.lines)
+        if self.leased and self.audit is not None:
+            samples = self.audit.samples
         return samples / self.trained_s if self.trained_s and samples else None
 
     @property
@@ -179,6 +185,7 @@ def read(run_dir: RunDir, status: Mapping[str, Any] | None = None, now_s: float 
         workers=_workers(files, events, status),
         events=events,
         audit=_audit(run_dir, status),
+        leased=leased(run_dir.audit),
     )
 
 

@@ -12,7 +12,7 @@ from shoal import errors
 from shoal.control import client, rundir
 from shoal.control.rundir import Committed, RunDir
 from shoal.control.timeouts import Timeouts
-from shoal.data.progress import Passes, Progress
+from shoal.data.progress import Passes, Progress, leased
 from shoal.launch.screen import epoch_of
 from shoal.metrics import read_events
 from shoal.wording import clock, counted, rate
@@ -107,6 +107,9 @@ def audited(run_dir: RunDir) -> Any:
     # numpy costs a tenth of a second, which other commands need not pay
     from shoal.data.audit import audit
 
+    if leased(run_dir.audit):
+        # There is no commit to know of: at the end of a job its launcher would wait for a coordinator that has gone.
+        return audit(run_dir.audit, None)
     committed = run_dir.committed()
     seq = committed.seq if committed is not None else live(run_dir).get("seq")
     return audit(run_dir.audit, seq or None)

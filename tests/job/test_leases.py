@@ -12,8 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from shoal.control import client
 from shoal.control.rundir import RunDir
 from shoal.data.audit import _RECORD
+from shoal.report.read import read
 from shoal.testing import FaultPlan, JobResult, LocalJob
 from shoal.testing.faults import JournalFate
 from shoal.view.state import state_of
@@ -72,6 +74,7 @@ def test_a_slow_worker_keeps_nobody_waiting_and_the_others_use_more_samples(tmp_
         mine = said(tmp_path, worker_id)
         assert mine["steps"] == list(range(1, used[worker_id] // 10 + 1)), "steps are a worker's own"
         assert mine["epochs"] == list(range(12))
+    assert read(RunDir.open(job.directory)).steps == result.audit.steps
     state = state_of(RunDir.open(job.directory))
     assert state["progress"]["done"] == state["progress"]["total"] == state["samples"] == 12 * SAMPLES
     assert "finished: 576 steps, 5,760 samples" in result.output
@@ -144,6 +147,22 @@ def test_a_global_batch_is_refused_with_exit_code_2(tmp_path: Path) -> None:
     result = job.run()
     assert result.exit_code == 2
     assert "global_batch=48 needs workers in lockstep" in result.output
+
+
+@pytest.mark.slow
+def test_there_is_no_checkpoint_and_a_job_that_was_killed_begins_anew(tmp_path: Path) -> None:
+    job = leased(tmp_path, "else=0.1", epochs=8, workers=2)
+    job.start()
+    progress(job)
+    client.checkpoint(RunDir.open(job.directory))
+    job.wait_until(lambda: bool(job.events("checkpoint_failed")))
+    assert "not in lockstep" in job.events("checkpoint_failed")[0]["text"]
+    job.kill()
+    (tmp_path / "go").touch()
+    job.resume()
+    result = job.wait()
+    check(result, epochs=8)
+    assert fed(job).total() > 8 * SAMPLES, "what was used before the kill is taken back"
 
 
 @pytest.mark.slow
