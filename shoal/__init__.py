@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from shoal.train.tensorboard import TensorBoard
     from shoal.train.worker import Worker
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Loaded on first use: the command line must not pay for the import of torch.
 _HOMES = {

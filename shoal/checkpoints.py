@@ -27,7 +27,7 @@ MODEL, TRAINING, MANIFEST = "model.safetensors", "training.safetensors", "manife
 DEFAULT_EVERY = "10m"
 DEFAULT_KEEP = 3
 
-_NAME = re.compile(r"step-(\d+)-g(\d+)$")
+_NAME = re.compile(r"step-(\d+)-g(\d+)(?:-c(\d+))?$")
 _DRAFT = re.compile(r"\.(?:draft|gone)-(\d+)-")
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0}
 _WRITE_BYTES = 8 << 20
@@ -83,12 +83,16 @@ class Checkpoint:
 
 
 def write(folder: Path, manifest: Mapping[str, Any], files: Mapping[str, Mapping[str, Tensor]]) -> Path:
-    """A new checkpoint in `folder`, which is there, whole and on the disk, when this returns. `manifest` has `step` and
-    `generation` at least. Raises OSError, and leaves nothing then."""
+    """A new checkpoint in `folder`, which is there, whole and on the disk, when this returns. `manifest` has `step`,
+    `generation` and `seq` at least. Raises OSError, and leaves nothing then."""
     path = folder / f"step-{manifest['step']:09d}-g{manifest['generation']}"
-    if path.exists():  # of the same commit, by whoever was the lowest rank before
+    if path.exists():
         try:
-            return check(path).path
+            if (there := check(path)).seq >= manifest["seq"]:  # by whoever was the lowest rank before
+                return there.path
+            path = folder / f"{path.name}-c{manifest['seq']}"  # an edit came after the step
+            if path.exists():
+                return check(path).path
         except CheckpointUnusable:
             shutil.rmtree(path)
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -113,7 +117,8 @@ def prune(folder: Path, keep: int) -> None:
     """Remove all but the newest `keep` checkpoints, and what writers that died have left."""
     for old in listed(folder)[keep:]:
         gone = folder / f".gone-{os.getpid()}-{old.name}"
-        old.rename(gone)  # never half a checkpoint under a checkpoint's name
+        with contextlib.suppress(FileNotFoundError):  # whoever was the lowest rank before prunes too
+            old.rename(gone)  # never half a checkpoint under a checkpoint's name
         shutil.rmtree(gone, ignore_errors=True)
     for left, pid in _drafts(folder):
         if not Path(f"/proc/{pid}").exists():
@@ -185,7 +190,12 @@ def listed(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     named = [(path, found) for path in folder.iterdir() if (found := _NAME.match(path.name))]
-    return [path for path, found in sorted(named, key=lambda it: (int(it[1][2]), int(it[1][1])), reverse=True)]
+    return [path for path, found in sorted(named, key=lambda it: _age(it[1]), reverse=True)]
+
+
+def _age(name: re.Match[str]) -> tuple[int, int, int]:
+    step, generation, seq = name.groups()
+    return int(generation), int(step), int(seq or 0)
 
 
 def check(path: Path) -> Checkpoint:

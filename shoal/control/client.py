@@ -27,6 +27,7 @@ from shoal.control.membership import Generation, SetTarget, Stop
 from shoal.control.protocol import CommandReply, CommandRequest, FromLauncher, FromWorker, ToLauncher, ToWorker
 from shoal.control.rundir import RunDir
 from shoal.control.timeouts import Timeouts
+from shoal.data.leases import Said
 from shoal.errors import CoordinatorLost, JobNotFound, SettingsContradict, TokenRefused
 
 _ASK_AGAIN_S = 0.05
@@ -99,7 +100,8 @@ class Link:
             self._kept.pop(key, None)
 
     def say(self, message: Any) -> None:
-        """Say it once, if the stream is open; one that breaks just then loses it."""
+        """Say it once, if the stream is open; one that breaks just then loses it. What can be called is made only when
+        its turn comes: it is not older than a beat before it."""
         with self._lock:
             if self._outbox is not None:
                 self._outbox.put(message)
@@ -182,7 +184,7 @@ class Link:
                 due = time.monotonic() + self._timeouts.beat_s
             if message is None:
                 return
-            yield message
+            yield message() if callable(message) else message
 
 
 class Client:
@@ -272,8 +274,7 @@ class Client:
 
     def tell_leases(self) -> None:
         """Say what this worker has on lease. If the stream breaks, the next one opens with it."""
-        if (said := self.borrowed.said()) is not None:
-            self._link.say(FromWorker(leases=protocol.said_to_wire(said)))
+        self._link.say(lambda: FromWorker(leases=protocol.said_to_wire(self.borrowed.said() or Said())))
 
     def wait_for_lease(self, number: int, timeout_s: float) -> None:
         """Until there is news of leases, a generation above `number`, or the timeout."""

@@ -270,7 +270,9 @@ class Coordinator:
 
         said = [one.leases for one in known.reports.values() if one.leases is not None and not one.dismissed]
         held = [lease for one in said for lease in one.held]
-        return lent(self.run_dir.audit, held, max((one.heard for one in said), default=0), known.losses)
+        heard = max((one.heard for one in said), default=0)
+        begun = max((one.extent.pass_index for one in said if one.extent is not None), default=-1)
+        return lent(self.run_dir.audit, held, heard, begun, known.losses)
 
     def _turn(self) -> None:
         try:

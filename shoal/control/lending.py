@@ -80,6 +80,8 @@ def lend(membership: Membership) -> Outcome:
             instructions.append(Granted(wish.worker_id, lease))
         elif leases.complete(lent, wish.pass_index):
             instructions.append(PassOver(wish.worker_id, wish.pass_index))
+        elif wish.pass_index in lent.left:
+            instructions.append(PassOver(wish.worker_id, wish.pass_index, complete=False))
         else:
             continue  # others have the rest, and may still die with it
         lent = leases.forget_wish(lent, wish.worker_id)

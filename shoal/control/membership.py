@@ -742,6 +742,7 @@ def _mark_awaited(membership: Membership, now: float) -> Membership:
     # A member is awaited also when nobody says so: if all of them are stopped, there is nobody to say it.
     awaited = {worker.worker_id for worker in membership.in_state(State.MEMBER)}
     awaited |= {worker_id for worker in membership.workers for worker_id in worker.life.waits_for}
+    awaited |= {lease.worker_id for lease in membership.lent.leases}  # the rest of which somebody may need
     if membership.waits_for_joiners:
         awaited |= {worker.worker_id for worker in membership.in_state(State.JOINING)}
     awaited -= {worker.worker_id for worker in membership.in_state(State.PARTED)}

@@ -187,11 +187,13 @@ def audit(directory: Path, committed_seq: int | None) -> AuditReport:
     )
 
 
-def lent(directory: Path, held: Sequence[Lease], heard: int, losses: int) -> Lent:
+def lent(directory: Path, held: Sequence[Lease], heard: int, begun: int, losses: int) -> Lent:
     """What the records know of leases when the journal is lost, for so many times, beside those that workers still
-    hold; `heard` is the highest number that any of them was given."""
-    passes = _leased(directory)
+    hold; `heard` is the highest number that any of them was given, `begun` the last pass that any of them is in."""
     _, records = _by_kind(directory, _standing(directory, _read(directory)))
+    # Later ones were declared before the job went on from its beginning, and nobody has come to them again.
+    begun = max(begun, records["pass_index"].max(initial=-1), *(lease.shard.pass_index for lease in held), -1)
+    passes = [pass_ for pass_ in _leased(directory) if pass_.index <= begun]
     number = max(heard, int(records["seq"].max(initial=0)))
     # Somebody who was silent when an earlier journal was lost may hold what was taken back from it then.
     stale = [lease for lease in held if _lent_again(lease, held, records)]

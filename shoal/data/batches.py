@@ -30,7 +30,7 @@ from torch.utils.data import (
 )
 
 from shoal.data import ledger, randomness
-from shoal.data.ledger import Cursor, GlobalBatch, Ids, Pass
+from shoal.data.ledger import ENDED, Cursor, GlobalBatch, Ids, Pass
 from shoal.data.nameless import leave_no_names
 from shoal.data.streams import Stream, StreamRequest
 from shoal.errors import DataUnusable, LoaderLost, SettingsContradict
@@ -123,7 +123,8 @@ class Loader:
         self._split = (rank, size)
         self._plan = _plan(self._pass, cursor, rank, size)
         if isinstance(self._source, Stream):
-            self._source.committed_to(cursor.epoch, cursor.position)
+            ended = cursor.position == ENDED
+            self._source.committed_to(cursor.epoch + ended, 0 if ended else cursor.position)
         self._requests.restart(split_index, cursor, rank, size)
         if self._torch_loader is None:
             read: Callable[[Any], Any] = self._source.read

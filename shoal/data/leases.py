@@ -10,6 +10,7 @@ model that had learned from it has died with the worker.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,6 +18,8 @@ from typing import Any
 # Numbers begin anew at a multiple of this with every journal that is lost: a worker that lives, and says nothing then,
 # may have a lease that is newer than all that are known.
 NUMBERS = 10**9
+# So many passes that were left early are remembered whole: somebody may still be in one.
+_KEPT = 4
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,7 @@ class Lent:
     number: int = 0  # of the newest lease
     passes: tuple[Lending, ...] = ()  # in the order they were begun, but those in `over`
     over: tuple[int, ...] = ()  # indices of older passes that are complete
+    left: tuple[int, ...] = ()  # of those that all have left early
     leases: tuple[Lease, ...] = ()
     samples: int = 0  # used, of leases that have ended, in all passes
     steps: int = 0  # likewise
@@ -130,11 +134,14 @@ class Said:
 
 def begin(lent: Lent, extent: Extent) -> Lent:
     """A worker is in this pass; for all but the first that changes nothing."""
-    if extent.pass_index in lent.over or lent.lending(extent.pass_index) is not None:
+    if extent.pass_index in (*lent.over, *lent.left) or lent.lending(extent.pass_index) is not None:
         return lent
     done = tuple(one.extent.pass_index for one in lent.passes if complete(lent, one.extent.pass_index))
-    kept = tuple(one for one in lent.passes if one.extent.pass_index not in done)
-    return replace(lent, passes=(*kept, Lending(extent)), over=(*lent.over, *done))
+    held = {lease.shard.pass_index for lease in lent.leases} | {wanted.pass_index for wanted in lent.wishes}
+    older = [one.extent.pass_index for one in lent.passes if one.extent.pass_index not in done]
+    left = tuple(index for index in older[:-_KEPT] if index not in held)
+    kept = tuple(one for one in lent.passes if one.extent.pass_index not in (*done, *left))
+    return replace(lent, passes=(*kept, Lending(extent)), over=(*lent.over, *done), left=(*lent.left, *left))
 
 
 def complete(lent: Lent, pass_index: int) -> bool:
@@ -152,7 +159,7 @@ def wish(lent: Lent, wanted: Wish) -> Lent:
 
 def left_early(lent: Lent, pass_index: int) -> bool:
     """Whether somebody is in a later pass already; this one need not be complete."""
-    return any(one.extent.pass_index > pass_index for one in lent.passes)
+    return pass_index in lent.left or any(one.extent.pass_index > pass_index for one in lent.passes)
 
 
 def forget_wish(lent: Lent, worker_id: str) -> Lent:
@@ -227,17 +234,17 @@ def rebuild(extents: Iterable[Extent], used: Iterable[Shard], held: Iterable[Lea
     used, held = list(used), tuple(held)
     lent = Lent(number=max(number, losses * NUMBERS), leases=held)
     for extent in extents:
-        of_pass = [shard for shard in used if shard.pass_index == extent.pass_index]
-        on_lease = [lease.shard for lease in held if lease.shard.pass_index == extent.pass_index]
-        last = max((shard.epoch for shard in (*of_pass, *on_lease)), default=0)
-        reached = max((shard.hi for shard in (*of_pass, *on_lease) if shard.epoch == last), default=0)
+        of_pass = _by_epoch(shard for shard in used if shard.pass_index == extent.pass_index)
+        on_lease = _by_epoch(lease.shard for lease in held if lease.shard.pass_index == extent.pass_index)
+        last = max((*of_pass, *on_lease), default=0)
+        reached = max((hi for _, hi in (*of_pass[last], *on_lease[last])), default=0)
         returned: list[Shard] = []
         samples = steps = 0
         for epoch in range(last + 1):
             end_ = reached if epoch == last else extent.samples
-            leased = _merged((shard.lo, shard.hi) for shard in on_lease if shard.epoch == epoch)
+            leased = _merged(on_lease[epoch])
             # What is on lease again does not count as used by the lease before.
-            free = _merged((shard.lo, shard.hi) for shard in of_pass if shard.epoch == epoch)
+            free = _merged(of_pass[epoch])
             spent = [part for lo, hi in free for part in _gaps(leased, lo, hi)]
             samples += sum(hi - lo for lo, hi in spent)
             steps += sum(-(-(hi - lo) // extent.step_samples) for lo, hi in spent)
@@ -247,6 +254,13 @@ def rebuild(extents: Iterable[Extent], used: Iterable[Shard], held: Iterable[Lea
         lending = Lending(extent, *at, tuple(returned), samples)
         lent = replace(lent, passes=(*lent.passes, lending), samples=lent.samples + samples, steps=lent.steps + steps)
     return lent
+
+
+def _by_epoch(shards: Iterable[Shard]) -> defaultdict[int, list[tuple[int, int]]]:
+    found: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+    for shard in shards:
+        found[shard.epoch].append((shard.lo, shard.hi))
+    return found
 
 
 def _merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -304,6 +318,7 @@ def from_dict(value: Mapping[str, Any]) -> Lent:
             for one in value["passes"]
         ),
         over=tuple(value["over"]),
+        left=tuple(value["left"]),
         leases=tuple(Lease(**{**lease, "shard": Shard(**lease["shard"])}) for lease in value["leases"]),
         samples=value["samples"],
         steps=value["steps"],

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch.multiprocessing import get_sharing_strategy
-from torch.multiprocessing.reductions import reduce_storage
+from torch.multiprocessing.reductions import reduce_storage, reduce_tensor
 
 _named_address = connection.arbitrary_address  # type: ignore[attr-defined]
 
@@ -25,6 +25,7 @@ def leave_no_names() -> None:
     connection.arbitrary_address = _address  # type: ignore[attr-defined]
     torch.UntypedStorage._new_using_fd_cpu = classmethod(_storage)  # type: ignore[assignment]
     ForkingPickler.register(torch.UntypedStorage, _reduce)
+    ForkingPickler.register(torch.Tensor, _reduce_tensor)
 
 
 def _address(family: str) -> Any:
@@ -40,6 +41,15 @@ def _storage(kind: Any, size_bytes: int) -> Any:
         return kind._new_shared_fd_cpu(fd, size_bytes)
     finally:
         os.close(fd)
+
+
+def _reduce_tensor(tensor: torch.Tensor) -> Any:
+    """What is a view of something larger goes without the rest."""
+    if tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.requires_grad:
+        storage = tensor.untyped_storage()
+        if tensor.nbytes < storage.nbytes() and not storage.is_shared():
+            tensor = tensor.clone()
+    return reduce_tensor(tensor)  # type: ignore[no-untyped-call]
 
 
 def _reduce(storage: torch.UntypedStorage) -> Any:

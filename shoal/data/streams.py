@@ -62,6 +62,7 @@ class Stream(Dataset[Any]):
         self._first = 0  # position of the first that is kept
         self._next = 0  # position of the next to be read
         self._end: int | None = None  # position behind the last, once it is known
+        self._problem: Exception | None = None  # that the stream has raised in this epoch
 
     def new_split(self) -> int:
         self._shared[0] += 1
@@ -112,7 +113,7 @@ class Stream(Dataset[Any]):
 
     def _open(self, epoch: int) -> None:
         """Begin an epoch, or come into it where the job is."""
-        self._epoch, self._end, self._kept = epoch, None, []
+        self._epoch, self._end, self._problem, self._kept = epoch, None, None, []
         at_epoch, position = self._shared[1], self._shared[2]
         self._first = position if at_epoch == epoch else 0
         self._next = 0
@@ -134,6 +135,8 @@ class Stream(Dataset[Any]):
         """Have all samples before the position, or know the end."""
         if self._next >= position or self._end is not None:
             return
+        if self._problem is not None:
+            raise self._problem  # who asked for it before may not have listened; and there is no end behind it
         with self._its_randomness():
             while self._next < position and not self._stale(split_index):
                 try:
@@ -141,6 +144,9 @@ class Stream(Dataset[Any]):
                 except StopIteration:
                     self._end = self._next
                     break
+                except Exception as problem:
+                    self._problem = problem
+                    raise
                 if self._next >= self._first:
                     self._kept.append(sample)
                 self._next += 1

@@ -314,7 +314,8 @@ class Job:
         latest_s = self._loop.time() + grace_s + self._timeouts.save_s
 
         def saving() -> bool:
-            return self._loop.time() < latest_s and checkpoints.being_written(self._run_dir.checkpoints)
+            is_stop = self._ending is not None and self._ending.error is None
+            return is_stop and self._loop.time() < latest_s and checkpoints.being_written(self._run_dir.checkpoints)
 
         await self._launcher.stop(grace_s, busy=saving)
         self._over.set()

@@ -25,6 +25,7 @@ from shoal.sync.memory import create
 _STATUS_WAIT_S = 0.05
 _KILL_WAIT_S = 10.0
 _BUSY_WAIT_S = 0.1
+_LAST_WORD_S = 5.0  # of one that has just finished what it was busy with
 
 
 class HeldMemory:
@@ -191,8 +192,10 @@ class LocalLauncher(Launcher):
         for worker in workers:
             self.signal(worker.worker_id, signal.SIGTERM)
         await self._all_dead(workers, grace_s)
-        while busy() and not all(worker.dead.is_set() for worker in workers):
-            await self._all_dead(workers, _BUSY_WAIT_S)
+        if busy():
+            while busy() and not all(worker.dead.is_set() for worker in workers):
+                await self._all_dead(workers, _BUSY_WAIT_S)
+            await self._all_dead(workers, _LAST_WORD_S)
         for worker in workers:
             self.signal(worker.worker_id, signal.SIGKILL)
         await self._all_dead(workers, _KILL_WAIT_S)

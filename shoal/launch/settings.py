@@ -15,6 +15,9 @@ from shoal.launch.job import Size
 from shoal.launch.relaunch import Relaunch, default_restarts
 from shoal.launch.tail import LOG_LIMIT_BYTES
 
+# Whose run directories can be gone on with.
+_OLDEST = "0.2.0"
+
 
 @dataclass(frozen=True)
 class JobSettings:
@@ -60,6 +63,11 @@ class JobSettings:
         version = str(values.get("version", __version__))
         if _ordered(version) > _ordered(__version__):
             raise errors.RunDirUnusable(f"the job was run by shoal {version}, this is {__version__}; use the newer one")
+        if _ordered(version) < _ordered(_OLDEST):
+            raise errors.RunDirUnusable(
+                f"the job was run by shoal {version}, whose records this one ({__version__}) does not read; begin a "
+                "new job from its weights with shoal run --init-from"
+            )
         known = {field.name: values[field.name] for field in fields(cls) if field.name in values}
         return cls(**{**known, "args": tuple(known.get("args", ())), "version": __version__})
 

@@ -42,7 +42,7 @@ class Results:
 class Rows:
     """An array of one row for each sample, in the order of the data set, as a `.npy` file that many workers write to.
     A row that is computed again lands in the same place. The file has its name once all rows are in; until then it has
-    one of its own for each `job`, who goes on with it after a resume."""
+    one of its own for each `job` and pass, who goes on with it after a resume."""
 
     def __init__(self, path: Path, count: int, job: str) -> None:
         self._path, self._count = path, count
@@ -74,13 +74,22 @@ class Rows:
         with contextlib.suppress(FileNotFoundError):
             self._draft.rename(self._path)
 
+    def _copy_whole(self, rows: npt.NDArray[Any]) -> None:
+        """A job that had finished these rows, and went on from a checkpoint before that, computes only the last ones
+        again."""
+        with contextlib.suppress(OSError, ValueError):
+            before = np.load(self._path, mmap_mode="r")
+            if (before.dtype, before.shape) == (rows.dtype, rows.shape):
+                rows[:] = before
+
     def _open(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             fd, made = tempfile.mkstemp(dir=self._path.parent, prefix=f".{self._path.name}.")
             os.close(fd)
             try:
-                np.lib.format.open_memmap(made, "w+", array.dtype, (self._count, *array.shape[1:]))
+                rows = np.lib.format.open_memmap(made, "w+", array.dtype, (self._count, *array.shape[1:]))
+                self._copy_whole(rows)
                 with contextlib.suppress(FileExistsError):  # another worker was first
                     os.link(made, self._draft)
             finally:

@@ -41,12 +41,15 @@ class Lessee:
     def __init__(self, client: Client, audit: AuditWriter, sync: Sync, replica: Replica, policy: Policy) -> None:
         self._client, self._audit, self._sync, self._replica, self._policy = client, audit, sync, replica, policy
         self._borrowed = client.borrowed
+        self._in_pass = False
         self._leases: list[Lease] = []  # taken and not used up, in the order of their use
         self._step_s: float | None = None  # how long a step of this pass takes, from one to the next
         self._stepped_at: float | None = None
 
     def begin(self, pass_: Pass, loader: Loader) -> None:
-        self._pass, self._loader = pass_, loader
+        if self._in_pass:
+            self.leave(self._pass)  # by `break`, and somebody still holds on to it
+        self._pass, self._loader, self._in_pass = pass_, loader, True
         self._step_s = self._stepped_at = None
         self.epoch: int | None = None  # the highest that this worker has seen in the pass
         loader.follow()
@@ -132,11 +135,15 @@ class Lessee:
         """Say how far this worker is, before it may leave."""
         self._client.tell_leases()
 
-    def leave(self) -> None:
-        """The pass is complete, or is left early: what is not used of it goes back."""
+    def leave(self, pass_: Pass) -> bool:
+        """The pass is complete, or is left early: what is not used of it goes back. False: it was left before."""
+        if not self._in_pass or self._pass is not pass_:
+            return False
+        self._in_pass = False
         self._leases.clear()
         self._borrowed.leave()
         self._client.tell_leases()
+        return True
 
     def _after(self, group: Group, record: Record, attempt: Attempt, loss: float, skipped: bool) -> Record:
         """What is known of this worker's own training after the step."""

@@ -63,12 +63,13 @@ def _run_alone(main: Callable[[Worker], None], environment: WorkerEnvironment) -
             coordinator = EmbeddedCoordinator(run_dir, found(1, 1, 1))
             coordinator.start()
             worker = Worker("w0", socket.gethostname(), run_dir, OwnMemory(), Timeouts(), None, environment)
+            before = signal.signal(signal.SIGINT, partial(_interrupted, worker))
             try:
-                signal.signal(signal.SIGINT, partial(_interrupted, worker))
                 _live(worker, main, environment.plugin)
                 if not worker.progress().seq:
                     raise errors.trained_nothing(os.path.basename(script))
             finally:
+                signal.signal(signal.SIGINT, before)
                 coordinator.stop()
                 at = worker.progress()
                 run_dir.write_committed(Committed(at.seq, at.step, at.epoch, at.samples, finite(at.loss)))

@@ -316,7 +316,7 @@ class Worker:
                 f"{type(dataset).__name__} does not say how many rows there will be; give a data set with __len__ and "
                 "__getitem__"
             )
-        rows = Rows(Path(out).absolute(), samples, job=str(self._run_dir.settings()["created"]))
+        rows = Rows(Path(out).absolute(), samples, job=f"{self._run_dir.settings()['created']}-{self._passes}")
 
         def write(batch: Batch) -> Mapping[str, float]:
             rows.write(batch.fetched.lo, predict(batch), len(batch))
@@ -547,8 +547,8 @@ class Worker:
                 yield batch
                 self._check_stepped(batch)
         finally:
-            lessee.leave()
-            self._attempt = self._current = None
+            if lessee.leave(pass_):
+                self._attempt = self._current = None
             loader.close()
             if not self.seconds.starting:
                 self.seconds.switch(COMPUTE)
@@ -653,8 +653,11 @@ class Worker:
             time.sleep(0.001)
         group.seq, before = seq_of(self._words.commit), group.seq
         if group.seq > before:  # committed, but this worker was told to leave before it knew
-            self._record = self._records.read(group.seq)
-            self._step_schedulers(self._each_step)
+            step, self._record = self._record.step, self._records.read(group.seq)
+            if self._record.step > step:
+                self._step_schedulers(self._each_step)
+                if self._record.position == ENDED:
+                    self._step_schedulers(self._epoch_schedulers)
         self._save_and_wait()
 
     def _save_and_wait(self) -> None:

@@ -136,7 +136,9 @@ class World:
             there = [worker for worker in self.live.values() if worker.worker_id != silent]
             known = [said for worker in there if (said := worker.borrowed.said()) is not None]
             held = [lease for said in known for lease in said.held]
-            lent = audit.lent(self.directory, held, max((said.heard for said in known), default=0), self.losses)
+            heard = max((said.heard for said in known), default=0)
+            begun = max((said.extent.pass_index for said in known if said.extent is not None), default=-1)
+            lent = audit.lent(self.directory, held, heard, begun, self.losses)
             self.silent |= {silent} & self.live.keys()
             strangers = (*lent.strangers, *({silent} & self.live.keys()))
             self.membership = replace(self.membership, lent=replace(lent, strangers=strangers))
