@@ -41,6 +41,7 @@ class Lessee:
     def __init__(self, client: Client, audit: AuditWriter, sync: Sync, replica: Replica, policy: Policy) -> None:
         self._client, self._audit, self._sync, self._replica, self._policy = client, audit, sync, replica, policy
         self._borrowed = client.borrowed
+        self._pass: Pass  # set by `begin`
         self._in_pass = False
         self._leases: list[Lease] = []  # taken and not used up, in the order of their use
         self._step_s: float | None = None  # how long a step of this pass takes, from one to the next

@@ -573,3 +573,17 @@ def test_what_loader_processes_hand_over_has_no_name_in_the_file_system(
             assert any("/memfd:shoal-batch" in name for name in mapped)
             assert not [name for name in mapped if "/dev/shm/torch_" in name]
         assert list(tmp_path.iterdir()) == [], "a killed loader process would leave this"
+
+
+def test_a_view_of_something_large_comes_without_the_rest() -> None:
+    class Views(Numbers):
+        large = torch.zeros(20, 100_000)
+
+        def __getitem__(self, index: int) -> Any:
+            return self.large[index][:10]
+
+    with loader_over(Views(), num_workers=1, collate_fn=list) as loader:
+        loader.start(Cursor(), 0, 1)
+        fetched = loader.next()
+        assert fetched is not None
+        assert {tensor.untyped_storage().nbytes() for tensor in fetched.data} == {40}

@@ -115,7 +115,10 @@ def test_a_job_that_begins_anew_takes_back_what_the_one_before_had_used(tmp_path
     audited(tmp_path, COMPLETE)
     audit.roll_back(tmp_path, 1, 0)
     assert audit.audit(tmp_path, None).samples == 0
-    assert audit.lent(tmp_path, [], 0, 1).used() == (0, 0)
+    lent = audit.lent(tmp_path, [], 0, begun=-1, losses=1)
+    assert lent.used() == (0, 0)
+    assert not lent.passes, "a pass that nobody has come to again"
+    assert [one.extent.pass_index for one in audit.lent(tmp_path, [], 0, begun=0, losses=1).passes] == [0]
 
 
 @pytest.mark.parametrize("newer", [[Lease(4, "w2", Shard(0, 0, 20, 28), 20)], []])
@@ -125,6 +128,6 @@ def test_without_a_journal_who_has_what_a_newer_lease_has_or_had_is_a_stranger(
     """It was silent when an earlier journal was lost."""
     audited(tmp_path, [*lease("w0", 1, 0, 0, 20), *([] if newer else lease("w2", 4, 0, 20, 28))])
     held = [Lease(2, "w1", Shard(0, 0, 20, 40), 24), Lease(3, "w0", Shard(0, 1, 20, 28), 20), *newer]
-    lent = audit.lent(tmp_path, held, 3, losses=2)
+    lent = audit.lent(tmp_path, held, 3, begun=0, losses=2)
     assert lent.strangers == ("w1",)
     assert [each.number for each in lent.leases] == [3, *(each.number for each in newer)]

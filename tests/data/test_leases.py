@@ -126,3 +126,16 @@ def test_without_a_journal_what_is_neither_used_nor_held_is_lent_again() -> None
     assert lent.passes[0].returned == (Shard(0, 0, 4, 6),)
     assert (lent.passes[0].epoch, lent.passes[0].position) == (1, 6)
     assert lent.used() == (10, 5)
+
+
+def test_passes_that_were_left_early_are_not_kept_for_ever() -> None:
+    lent = Lent()
+    for index in range(100):
+        lent = leases.begin(lent, Extent(index, 100, 1, 10))
+        lent, lease = leases.grant(lent, index, "w0", 1, 1)
+        assert lease is not None
+        lent = leases.end(lent, lease.number)
+    assert len(lent.passes) < 8
+    assert leases.left_early(lent, 3)
+    assert not leases.complete(lent, 3)
+    assert leases.begin(lent, Extent(3, 100, 1, 10)) == lent, "who comes late does not begin it again"

@@ -170,6 +170,34 @@ def test_a_newcomer_comes_in_where_the_job_is(num_workers: int, make: Callable[[
         assert stream.read == (0 if make is Skipping else 19)
 
 
+class Breaking(Numbers):
+    def __iter__(self) -> Iterator[Any]:
+        for sample in super().__iter__():
+            if sample[0] == 14:
+                raise OSError("the connection was lost")
+            yield sample
+
+
+@LOADERS
+def test_what_a_stream_raises_is_no_end_of_it_though_nobody_listened_at_first(num_workers: int) -> None:
+    loader = Loader(Breaking(), STREAM, num_workers=num_workers)
+    try:
+        loader.start(Cursor(), rank=0, size=1)
+        first = loader.next()  # loader processes read ahead, and meet the error
+        assert first is not None
+        cursor = ledger.advance(Cursor(), first.batch)
+        for size in (2, 1):  # what they had read ahead is thrown away
+            loader.start(cursor, rank=0, size=size)
+            fetched = loader.next()
+            assert fetched is not None
+        for _ in range(2):
+            with pytest.raises(OSError, match="the connection was lost"):
+                loader.next()
+            loader.start(ledger.advance(cursor, fetched.batch), rank=0, size=1)
+    finally:
+        loader.close()
+
+
 def test_what_the_stream_draws_is_its_own_and_leaves_the_script_s_randomness_alone() -> None:
     def draws(disturbed: bool) -> list[Any]:
         loader = Loader(Numbers(), STREAM)

@@ -285,7 +285,8 @@ def leased_steps(worker: shoal.Worker) -> None:
         net, optimizer, sync=shoal.Independent(lockstep=False), accumulate=2, clip_norm=0.5, nan="skip",
         schedulers=[torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)], on_step=reports.append,
     )  # fmt: skip
-    for batch in worker.batches(data(Case("")), batch_size=10, epochs=100):
+    first = worker.batches(data(Case("")), batch_size=10, epochs=100)  # held on to after it is left
+    for batch in first:
         worker.step(loss_of(net, batch), size=len(batch))
         if worker.steps >= 7:
             break

@@ -44,12 +44,12 @@ class Told:
         return [kind for kind, _, _ in self.events]
 
 
-def take(folder: Path, step: int, model: nn.Module, keep: int = 3, generation: int = 1) -> Told:
+def take(folder: Path, step: int, model: nn.Module, keep: int = 3, generation: int = 1, seq: int | None = None) -> Told:
     told = Told()
     saver = Saver(folder, Every(), keep, 0.0, told)
     saver.take(
         state(model),
-        Moment(step + 1, generation, Record(step=step, epoch=2, samples=64 * step), b'[[{"lr": 0.2}], []]'),
+        Moment(seq or step + 1, generation, Record(step=step, epoch=2, samples=64 * step), b'[[{"lr": 0.2}], []]'),
     )
     saver.finish()
     return told
@@ -127,6 +127,21 @@ def test_only_the_newest_are_kept_and_leftovers_of_the_dead_go(tmp_path: Path) -
     take(tmp_path, 2, net(), keep=2, generation=5)  # a job that went on from step 1 is newer, whatever its step
     assert [path.name for path in checkpoints.listed(tmp_path)] == ["step-000000002-g5", "step-000000004-g1"]
     assert not list(tmp_path.glob(".*"))
+
+
+def test_an_edit_after_a_step_has_a_checkpoint_of_its_own(tmp_path: Path) -> None:
+    before, after = net(), net()
+    with torch.no_grad():
+        next(after.parameters()).fill_(7.0)
+    take(tmp_path, 4, before, seq=5)
+    take(tmp_path, 4, after, seq=6)
+    take(tmp_path, 4, after, seq=6)  # once more, by whoever leaves last
+    newest, damaged = checkpoints.newest_whole(tmp_path)
+    assert newest is not None
+    assert (newest.step, newest.seq, damaged) == (4, 6, [])
+    assert len(checkpoints.listed(tmp_path)) == 2
+    take(tmp_path, 5, before, seq=7)
+    assert [checkpoints.check(path).seq for path in checkpoints.listed(tmp_path)] == [7, 6, 5]
 
 
 def test_one_that_is_being_written_is_waited_for_and_one_of_the_dead_is_not(tmp_path: Path) -> None:

@@ -24,6 +24,17 @@ def test_what_a_job_that_was_killed_left_is_gone_on_with_by_itself_and_by_nobody
     assert [path.name for path in tmp_path.iterdir()] == ["rows.npy"]
 
 
+def test_a_job_that_goes_on_from_before_its_rows_were_finished_still_has_all_of_them(tmp_path: Path) -> None:
+    out = tmp_path / "rows.npy"
+    first = Rows(out, 4, "1")
+    first.write(0, np.arange(4), 4)
+    first.close()
+    again = Rows(out, 4, "1")  # from a checkpoint in the middle of the pass
+    again.write(3, np.array([3]), 1)
+    again.close()
+    assert np.load(out).tolist() == [0, 1, 2, 3]
+
+
 def test_rows_that_cannot_be_are_refused(tmp_path: Path) -> None:
     rows = Rows(tmp_path / "rows.npy", 4, "1")
     with pytest.raises(DataUnusable, match="predictions of 2 samples came as"):
