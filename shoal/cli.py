@@ -40,7 +40,7 @@ from shoal.launch.relaunch import Relaunch
 from shoal.launch.screen import Screen, prefixed
 from shoal.launch.settings import JobSettings
 from shoal.launch.tail import LOG_LIMIT_BYTES
-from shoal.metrics import EventLog, read_events
+from shoal.metrics import EventLog, read_events, write_end
 from shoal.recipe import RUNNER, Recipe, check_model_file, read_config, with_values
 from shoal.view import events as event_view
 from shoal.view import logs as log_view
@@ -186,6 +186,7 @@ def run(
         prometheus.check_free(*prometheus.parse_address(metrics_port))
     settings = JobSettings(
         script=str(script.absolute()),
+        cwd=os.getcwd(),
         args=tuple(args or ()),
         min=size.min,
         max=size.max,
@@ -355,7 +356,10 @@ def _use_model_file(
         raise errors.SettingsContradict(f"there is no setting {unknown[0]!r} of a job; see shoal run --help")
     try:
         settings = JobSettings(
-            **{**of_job, "script": str(RUNNER), "args": recipe.args()}, min=size.min, max=size.max, target=size.target
+            **{**of_job, "script": str(RUNNER), "args": recipe.args(), "cwd": os.getcwd()},
+            min=size.min,
+            max=size.max,
+            target=size.target,
         )
     except TypeError as problem:
         raise errors.SettingsContradict(f"a setting of the job has another type than it should: {problem}") from None
@@ -400,6 +404,16 @@ def resume(
         newest, damaged = checkpoints.newest_whole(run_dir.checkpoints)
         for line in damaged:
             screen.say(f"{line}; it is left out")
+        if newest is None and how_it_ended(read_events(run_dir.events))[0] == "finished":
+            raise errors.RunDirUnusable(
+                f"{run_dir.path} has finished and left no checkpoint to go on from; run it anew with shoal run"
+            )
+        if settings.cwd and Path.cwd() != Path(settings.cwd):
+            try:
+                os.chdir(settings.cwd)
+                screen.tell(f"in {settings.cwd}, where the job was started")
+            except OSError as problem:
+                screen.say(f"{settings.cwd}, where the job was started: {problem.strerror}; it goes on in {Path.cwd()}")
         if newest is None:
             screen.tell("there is no checkpoint to go on from: the job begins anew")
         else:
@@ -472,23 +486,15 @@ def _run_job(
             raise ending.error
         lines = _summary(run_dir, ending, took_s)
     except errors.ShoalError as error:
-        _write_end(run_dir, "failed", _one_line(error))
+        write_end(run_dir.events, "failed", _one_line(error))
         if ending.traceback is not None:
             screen.show(ending.traceback)
         raise
     finished = any(event["event"] == "finished" for event in of_this_life(read_events(run_dir.events)))
-    _write_end(run_dir, *(("finished", "") if finished else ("ended", f"stopped: {ending.reason}")))
+    write_end(run_dir.events, *(("finished", "") if finished else ("ended", f"stopped: {ending.reason}")))
     for line in lines:
         screen.say(line)
     return 0 if ending.signum is None else 128 + ending.signum
-
-
-def _write_end(run_dir: RunDir, phase: str, text: str) -> None:
-    """The last event of a job. Its coordinator has gone, and some endings it never knew."""
-    with contextlib.suppress(OSError):  # on a full disk the error itself is still to be told
-        events = EventLog(run_dir.events)
-        events.write(time.time(), "over", phase=phase, text=text)
-        events.close()
 
 
 def _summary(run_dir: RunDir, ending: Ending, took_s: float) -> list[str]:
@@ -573,7 +579,7 @@ def scale(
         )
     run_dir = rundir.find(job)
     if not run_dir.runs():
-        raise errors.JobNotFound(f"{_ended(run_dir)}; start it again with shoal run -n {target}")
+        raise errors.JobNotFound(f"{_ended(run_dir)}; go on with shoal resume -n {target}")
     state = client.scale(run_dir, int(target))
     print(f"{name_of(run_dir)}: {counted(state['target'], 'worker')} wanted")
     return 0

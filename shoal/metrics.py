@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -77,6 +79,14 @@ class EventLog:
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+def write_end(path: Path, phase: str, text: str) -> None:
+    """The last event of a job. Its coordinator has gone, and some endings it never knew."""
+    with contextlib.suppress(OSError):  # on a full disk the error itself is still to be told
+        log = EventLog(path)
+        log.write(time.time(), "over", phase=phase, text=text)
+        log.close()
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:

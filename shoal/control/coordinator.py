@@ -592,6 +592,8 @@ class Coordinator:
 
     def _note_samples(self, samples: int) -> None:
         now = self._clock()
+        if not samples:
+            return  # of a job that goes on it is not the beginning, but a worker that does not know yet
         if not self._samples or samples > self._samples[-1][1]:
             self._samples.append((now, samples))
         while len(self._samples) > 2 and now - self._samples[0][0] > RATE_WINDOW_S:

@@ -47,7 +47,7 @@ class RunDir:
             run_dir.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             if any(run_dir.path.iterdir()):
                 whose = "holds another job" if run_dir.job_file.exists() else "is not empty"
-                raise RunDirUnusable(f"{run_dir.path} {whose}; choose another --dir or remove it")
+                raise RunDirUnusable(f"{run_dir.path} {whose}; choose another --dir, or go on with shoal resume")
             run_dir.path.chmod(0o700)
             for folder in (run_dir.logs, run_dir.audit, run_dir.metrics):
                 folder.mkdir(mode=0o700)
@@ -139,7 +139,10 @@ class RunDir:
 
     def settings(self) -> dict[str, Any]:
         """What `create` was given, and when (`created`, seconds since 1970)."""
-        settings: dict[str, Any] = json.loads(self.job_file.read_text())
+        try:
+            settings: dict[str, Any] = json.loads(self.job_file.read_text())
+        except ValueError:
+            raise RunDirUnusable(f"{self.job_file} is damaged; put back a copy, or begin a new job") from None
         return settings
 
     def address(self) -> str | None:

@@ -153,7 +153,8 @@ class ForkServer:
     def _lost(self) -> None:
         asyncio.get_running_loop().remove_reader(self._sock)
         lost = errors.ForkServerLost(
-            f"the fork server ended with {Exit.of('', self._process.wait())}; its log may say why: {self._log}"
+            f"the fork server ended with {Exit.of('', self._process.wait())}; its log may say why: {self._log}; "
+            f"go on with shoal resume {self._log.parent.parent}"
         )
         waiting: list[asyncio.Future[Any]] = [*self._replies.values(), self._ready]
         for reply in waiting:

@@ -224,6 +224,7 @@ class Job:
         """
         self._loop = asyncio.get_running_loop()
         self._over = asyncio.Event()
+        list(self._events.lines())  # of a job that goes on, what happened before was shown then
         self._start_coordinator()
         self._launcher = make_launcher(on_exit=self._on_exit, on_failure=self._on_failure, on_lost=self._on_lost)
         self._link: client.LauncherClient | None = None
@@ -549,12 +550,15 @@ class Job:
     async def _show_progress(self) -> None:
         every_s = _LIVE_PROGRESS_S if self._screen.live else _PLAIN_PROGRESS_S
         passes = Passes(self._run_dir.audit)
+        newest = 0
         with client.Commands(self._run_dir) as coordinator:
             while True:
                 await asyncio.sleep(every_s)
                 with contextlib.suppress(errors.JobNotFound):  # it does not answer just now
                     status = await asyncio.to_thread(coordinator.status, every_s)
-                    self._screen.progress(status, passes.progress(status["epoch"], status["samples"]))
+                    if status["seq"] >= newest:  # a coordinator that has just come does not know yet
+                        newest = status["seq"]
+                        self._screen.progress(status, passes.progress(status["epoch"], status["samples"]))
 
     # ---- tasks
 

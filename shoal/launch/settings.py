@@ -25,6 +25,7 @@ class JobSettings:
 
     script: str
     args: tuple[str, ...] = ()
+    cwd: str = ""  # where the job was started; its script may name files from there
     min: int = 1
     max: int = 1
     target: int = 1

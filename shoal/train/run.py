@@ -9,11 +9,13 @@ import socket
 import sys
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from shoal import errors
 from shoal.control.environment import WorkerEnvironment
 from shoal.control.rundir import Committed, RunDir, create_default, finite
 from shoal.control.timeouts import Timeouts
+from shoal.metrics import write_end
 from shoal.sync.memory import Channel, OwnMemory, keep_freed_memory
 from shoal.train.reconfigure import Leave, Placement
 from shoal.train.worker import Worker
@@ -55,7 +57,8 @@ def _run_alone(main: Callable[[Worker], None], environment: WorkerEnvironment) -
     try:
         script = sys.argv[0] or "python"
         # So that `shoal resume` can go on with it, from anywhere and with more workers.
-        settings = {"script": os.path.abspath(script), "args": sys.argv[1:], "min": 1, "max": 1, "target": 1}
+        settings: dict[str, Any] = {"script": os.path.abspath(script), "args": sys.argv[1:], "cwd": os.getcwd()}
+        settings |= {"min": 1, "max": 1, "target": 1}
         given = environment.dir
         run_dir = RunDir.create(given, settings) if given else create_default(script, settings)
         print(f"shoal: one worker, run directory {run_dir.path}", file=sys.stderr)
@@ -63,16 +66,22 @@ def _run_alone(main: Callable[[Worker], None], environment: WorkerEnvironment) -
             coordinator = EmbeddedCoordinator(run_dir, found(1, 1, 1))
             coordinator.start()
             worker = Worker("w0", socket.gethostname(), run_dir, OwnMemory(), Timeouts(), None, environment)
+            how: signal.Signals | None = None
             before = signal.signal(signal.SIGINT, partial(_interrupted, worker))
             try:
                 _live(worker, main, environment.plugin)
                 if not worker.progress().seq:
                     raise errors.trained_nothing(os.path.basename(script))
+            except Leave:
+                how = signal.Signals(worker.left_by)
             finally:
                 signal.signal(signal.SIGINT, before)
                 coordinator.stop()
                 at = worker.progress()
                 run_dir.write_committed(Committed(at.seq, at.step, at.epoch, at.samples, finite(at.loss)))
+            if how is not None:
+                write_end(run_dir.events, "ended", f"stopped: {how.name}")
+                sys.exit(128 + how)
     except errors.ShoalError as error:
         print(f"shoal: {type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(errors.exit_code(error))
@@ -86,10 +95,13 @@ def _run_alone(main: Callable[[Worker], None], environment: WorkerEnvironment) -
 
 def _interrupted(worker: Worker, *_: object) -> None:
     """Ctrl-C ends the job at a step boundary, as it does under `shoal run`, and a second one at once."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Not print: the script may have been interrupted in the middle of one.
-    os.write(2, b"\nshoal: ends after this step; Ctrl-C once more ends it now\n")
-    worker.on_sigterm()
+    try:
+        worker.on_sigterm(signal.SIGINT)
+    finally:
+        # Last of all: a second one must not come in the middle of the above. And not print: that may be where the
+        # script was interrupted.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.write(2, b"\nshoal: ends after this step; Ctrl-C once more ends it now\n")
 
 
 def _live(worker: Worker, main: Callable[[Worker], None], plugin: str) -> None:

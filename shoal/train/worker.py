@@ -122,6 +122,7 @@ class Worker:
         self._passes = 0
         self._split_is_new = True  # the loader has to be started again
         self._asked_in = False
+        self.left_by = int(signal.SIGTERM)  # the signal that made it leave
         self._metrics = MetricsFile(run_dir.metrics / f"{worker_id}.jsonl", run_dir.settings()["created"])
         self._client = Client(run_dir, worker_id, host, timeouts, self._beat, self._notice.tell)
         self._slot = self._client.connect()
@@ -451,6 +452,9 @@ class Worker:
         try:
             self._in_pass = True
             if self._passed(pass_):
+                if self._restored is not None and not self._words.commit:
+                    # The job went on from behind this pass: what follows is still to be done by workers with ranks.
+                    self._become_member(pass_)
                 return
             declare(self._run_dir.audit, pass_)
             self._pass = pass_
@@ -821,8 +825,9 @@ class Worker:
 
     # The life of the process, driven by `run`.
 
-    def on_sigterm(self, *_: object) -> None:
+    def on_sigterm(self, signum: int, *_: object) -> None:
         """Drain: finish the step, leave, exit 0. A worker that is not in a group yet has nothing to finish."""
+        self.left_by = signum
         self._client.leave()
         if not self._asked_in:
             raise Leave

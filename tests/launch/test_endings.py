@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -287,9 +288,9 @@ def main(worker):
 """
 
 
-@pytest.mark.parametrize(("main", "code"), [(ENDLESS + "        print(worker.steps, flush=True)\n", 0), (STAYS, 130)])
+@pytest.mark.parametrize("main", [ENDLESS + "        print(worker.steps, flush=True)\n", STAYS])
 def test_ctrl_c_ends_a_job_of_one_process_at_a_step_and_a_second_one_at_once(
-    tmp_path: Path, main: str, code: int
+    tmp_path: Path, main: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = [sys.executable, str(script_of(tmp_path, main))]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
@@ -300,13 +301,17 @@ def test_ctrl_c_ends_a_job_of_one_process_at_a_step_and_a_second_one_at_once(
         running.send_signal(signal.SIGINT)
         while "Ctrl-C once more" not in running.stderr.readline():
             assert running.poll() is None
-        if code:
-            running.send_signal(signal.SIGINT)
+        while main is STAYS and running.poll() is None:
+            running.send_signal(
+                signal.SIGINT
+            )  # again: the kernel may give one to a thread that is not the sleeping one
+            time.sleep(0.2)
         said = running.communicate(timeout=60)[1]
-    assert running.returncode == code, said
+    assert running.returncode == 130, said
     assert "Traceback" not in said
-    if not code:
+    if main is not STAYS:
         (run_dir,) = (tmp_path / "shoal-runs").iterdir()
+        assert "ended (stopped: SIGINT)" in shoal(capsys, "status", str(run_dir))
         assert len(list((run_dir / "checkpoints").iterdir())) == 1, "Ctrl-C takes a checkpoint, as `shoal stop` does"
 
 
