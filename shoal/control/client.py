@@ -45,6 +45,8 @@ class Progress:
     waiting_for: tuple[str, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)  # of this worker's life so far, by category
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the newest step
+    evaluating: int | None = None  # the index of the evaluation it is in
+    evaluated: int = 0  # samples of it so far
 
 
 class Link:
@@ -335,6 +337,8 @@ class Client:
                 "seconds": progress.seconds,
                 "metrics": progress.metrics,
                 "leases": protocol.said_to_wire(self.borrowed.said()),
+                "evaluating": progress.evaluating,
+                "evaluated": progress.evaluated,
             }
         )
 

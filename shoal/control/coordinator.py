@@ -651,6 +651,8 @@ class Coordinator:
             "step": step,
             "epoch": epoch,
             "samples": self._samples[-1][1] if self._samples else 0,
+            "evaluating": front.evaluating if front.HasField("evaluating") else None,
+            "evaluated": front.evaluated,
             "rate": self._rate(),
             "loss": finite(front.loss) if front.seq else None,
             "metrics": {name: value for name, value in front.metrics.items() if finite(value) is not None},

@@ -153,7 +153,8 @@ def audit(directory: Path, committed_seq: int | None) -> AuditReport:
     do not say whether it was committed. An end that is missing from the newest epoch of a pass is an unfinished epoch,
     not a loss.
     """
-    records, leased = _by_kind(directory, _standing(directory, _read(directory)))
+    records, leased = _by_kind(directory, _read(directory))
+    (records, taken_back), (leased, _) = _standing(directory, records), _standing(directory, leased)
     newest = committed_seq if committed_seq is not None else records["seq"].max(initial=0) - 1
     records = records[records["seq"] <= newest]
     records = records[np.lexsort((records["generation"], records["seq"]))]
@@ -182,7 +183,7 @@ def audit(directory: Path, committed_seq: int | None) -> AuditReport:
         lost=findings.lost,
         repeated=findings.repeated,
         skipped_steps=len(np.unique(records["seq"][records["skipped"] != 0])) + own_skipped,
-        redone=redone + own_redone,
+        redone=redone + taken_back + own_redone,
         mismatches=lines,
     )
 
@@ -190,7 +191,7 @@ def audit(directory: Path, committed_seq: int | None) -> AuditReport:
 def lent(directory: Path, held: Sequence[Lease], heard: int, begun: int, losses: int) -> Lent:
     """What the records know of leases when the journal is lost, for so many times, beside those that workers still
     hold; `heard` is the highest number that any of them was given, `begun` the last pass that any of them is in."""
-    _, records = _by_kind(directory, _standing(directory, _read(directory)))
+    records, _ = _standing(directory, _by_kind(directory, _read(directory))[1])
     # Later ones were declared before the job went on from its beginning, and nobody has come to them again.
     begun = max(begun, records["pass_index"].max(initial=-1), *(lease.shard.pass_index for lease in held), -1)
     passes = [pass_ for pass_ in _leased(directory) if pass_.index <= begun]
@@ -239,13 +240,16 @@ def _read(directory: Path) -> Records:
     return np.concatenate(parts)
 
 
-def _standing(directory: Path, records: Records) -> Records:
-    """Without what a job that went on from a checkpoint has taken back."""
+def _standing(directory: Path, records: Records) -> tuple[Records, int]:
+    """Without what a job that went on from a checkpoint has taken back, and how many steps that were."""
     path = directory / _ROLLBACKS
+    steps = 0
     for line in path.read_text().splitlines() if path.exists() else ():
         back = json.loads(line)
-        records = records[(records["generation"] > back["generation"]) | (records["seq"] <= back["seq"])]
-    return records
+        stands = (records["generation"] > back["generation"]) | (records["seq"] <= back["seq"])
+        steps += len(np.unique(records["seq"][~stands & (records["step_hi"] > records["step_lo"])]))
+        records = records[stands]
+    return records, steps
 
 
 def _declared(directory: Path, index: int) -> Pass | None:

@@ -81,8 +81,14 @@ class Passes:
         self._directory = directory
         self._known: dict[Path, dict[str, Any]] = {}
 
-    def progress(self, epoch: int, samples: int) -> Progress | None:
+    def progress(self, status: Mapping[str, Any]) -> Progress | None:
+        """`status` is the job's, of which this takes epoch and samples, or how far an evaluation is."""
         for path in self._directory.glob("pass-*.json"):
             if path not in self._known:
                 self._known[path] = json.loads(path.read_text())
-        return measure(sorted(self._known.values(), key=lambda pass_: int(pass_["index"])), epoch, samples)
+        passes = sorted(self._known.values(), key=lambda pass_: int(pass_["index"]))
+        evaluation = [pass_ for pass_ in passes if pass_["index"] == status.get("evaluating")]
+        if not evaluation:
+            return measure(passes, status["epoch"], status["samples"])
+        done, total = status["evaluated"], evaluation[0]["num_samples"]
+        return None if total is None else Progress(evaluation[0]["index"], 0, 1, done, total, done, total)

@@ -558,7 +558,7 @@ class Job:
                     status = await asyncio.to_thread(coordinator.status, every_s)
                     if status["seq"] >= newest:  # a coordinator that has just come does not know yet
                         newest = status["seq"]
-                        self._screen.progress(status, passes.progress(status["epoch"], status["samples"]))
+                        self._screen.progress(status, passes.progress(status))
 
     # ---- tasks
 

@@ -181,12 +181,24 @@ def read(run_dir: RunDir, status: Mapping[str, Any] | None = None, now_s: float 
         ended_s=(time.time() if now_s is None else now_s) if phase == "running" else last_s,
         lines=lines,
         changes=_changes(generations, files),
-        sizes=[(event["time"], 0 if event["paused"] else len(event["members"])) for event in generations],
+        sizes=_sizes(events, files),
         workers=_workers(files, events, status),
         events=events,
         audit=_audit(run_dir, status),
         leased=leased(run_dir.audit),
     )
+
+
+def _sizes(events: Sequence[dict[str, Any]], files: Mapping[str, list[dict[str, Any]]]) -> list[tuple[float, int]]:
+    """How many workers from when on; none after everything was killed, until the job went on."""
+    sizes = []
+    for event in events:
+        if event["event"] == "generation":
+            sizes.append((event["time"], 0 if event["paused"] else len(event["members"])))
+        elif event["event"] == "resumed" and sizes and sizes[-1][1]:
+            seen = [line["time"] for told in files.values() for line in told if line["time"] < event["time"]]
+            sizes.append((max([*seen, sizes[-1][0]]), 0))
+    return sizes
 
 
 def merge(lines: Iterable[Steps]) -> list[Steps]:

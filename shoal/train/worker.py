@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -804,7 +805,14 @@ class Worker:
         waiting = (notice.awaited_id,) if waited_s > self._timeouts.beat_s else ()
         seq = self._group.seq if self._group else 0
         seconds = self.seconds.snapshot()
-        return Progress(seq, record.step, record.epoch, record.samples, record.loss, waiting, seconds, self._averages)
+        now = Progress(seq, record.step, record.epoch, record.samples, record.loss, waiting, seconds, self._averages)
+        pass_ = self._pass
+        if pass_ is None or pass_.train:
+            return now
+        position = record.position if record.pass_index == pass_.index else 0
+        return replace(
+            now, evaluating=pass_.index, evaluated=(pass_.num_samples or 0) if position == ENDED else position
+        )
 
     def _beat(self) -> Progress:
         progress = self.progress()

@@ -36,7 +36,7 @@ def live(run_dir: RunDir, timeout_s: float = Timeouts().command_s) -> dict[str, 
 def state_of(run_dir: RunDir) -> dict[str, Any]:
     """What the coordinator says, or what is left of a job that is over; `progress` is None before a first pass."""
     state = live(run_dir) or _left(run_dir)
-    progress = Passes(run_dir.audit).progress(state["epoch"], state["samples"])
+    progress = Passes(run_dir.audit).progress(state)
     return {**state, "progress": None if progress is None else asdict(progress)}
 
 

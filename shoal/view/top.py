@@ -378,7 +378,7 @@ class Watcher:
             self._created_s,
             status,
             time.monotonic() - self._answered_s,
-            None if status is None else self._passes.progress(status["epoch"], status["samples"]),
+            None if status is None else self._passes.progress(status),
             self._sizes,
             list(self._events),
             self._history,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +58,18 @@ def test_what_is_left_takes_as_long_as_its_rate_says():
 
 def test_passes_are_read_as_workers_declare_them(tmp_path: Path):
     passes = Passes(tmp_path)
-    assert passes.progress(0, 0) is None
+    assert passes.progress({"epoch": 0, "samples": 0}) is None
     for index in range(2):
         declare(tmp_path, Pass(index, 40, 2, 0, True, False, 8, None, 1))
-        found = passes.progress(0, 80 * index + 16)
+        found = passes.progress({"epoch": 0, "samples": 80 * index + 16})
         assert found is not None
         assert (found.pass_index, found.done, found.total) == (index, 16, 80)
+
+
+def test_an_evaluation_has_a_progress_of_its_own(tmp_path):
+    (tmp_path / "pass-0.json").write_text(json.dumps(a_pass()))
+    (tmp_path / "pass-1.json").write_text(json.dumps(a_pass(index=1, num_samples=40, epochs=1, train=False)))
+    passes = Passes(tmp_path)
+    status = {"epoch": 2, "samples": 300, "evaluating": 1, "evaluated": 10}
+    assert passes.progress(status) == Progress(1, 0, 1, 10, 40, 10, 40)
+    assert passes.progress({**status, "evaluating": None}) == Progress(0, 2, 3, 100, 100, 300, 300)

@@ -144,6 +144,22 @@ def test_a_disk_that_refuses_does_not_stop_the_training(tmp_path: Path) -> None:
     assert result.of("checkpoint_failed")
 
 
+def test_a_job_that_went_on_behind_its_last_step_still_has_a_rank_0(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    running = LocalJob(
+        SCENES, ["ranks", str(tmp_path / "out")], workers=2, directory=tmp_path / "run", options=("--threads", "1")
+    )
+    first = running.run()
+    assert first.exit_code == 0, first.output
+    running.resume(workers=2)
+    again = running.wait()
+    assert again.exit_code == 0, again.output
+    assert again.steps == first.steps
+    after = [json.loads((tmp_path / "out" / f"{worker}.json").read_text()) for worker in ("w2", "w3")]
+    assert sorted(after) == [[-1, 0, 0, 0], [-1, 1, 1, 1]]
+    assert "generation 0 → 1" not in again.output, "what happened before was told again"
+
+
 @pytest.mark.parametrize("loader_workers", [0, 1])
 def test_a_stream_goes_on_where_the_checkpoint_was(tmp_path: Path, loader_workers: int) -> None:
     gate = Gate(tmp_path / "gate")
