@@ -284,7 +284,7 @@ def test_stop_lets_workers_finish_and_kills_those_that_do_not(tmp_path):
             for worker_id in ("w0", "w1"):
                 await watched.start(worker_id)
                 await watched.says(worker_id, "waiting")
-            await watched.launcher.stop(grace_s=1.0)
+            await watched.launcher.stop(grace_s=5.0)
             assert await watched.exited("w0") == Exit("w0", exit_code=0)
             assert await watched.exited("w1") == Exit("w1", signal=signal.SIGKILL)
 
