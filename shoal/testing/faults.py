@@ -182,17 +182,24 @@ class _Armed:
         self._pending = [fault for fault in plan.faults if fault.worker_id in (worker.id, None)]
         self._chaos = [(chaos, random.Random(f"{chaos.seed}/{worker.id}")) for chaos in plan.chaos_]
         self._record = record
+        self._joins = sorted((it for it in plan.faults if it.action == "join"), key=lambda it: it.step or 0)
 
     def at(self, point: str) -> None:
         step = self._worker.steps + 1
         for fault in self._pending:
             if fault.during == point and step >= (fault.step or 0) and (fault.worker_id or self._worker.rank == 0):
                 self._pending.remove(fault)
-                self._act(fault, step)
+                if fault.action != "join" or not self._has_joined(fault):
+                    self._act(fault, step)
                 return
         for chaos, draw in self._chaos:
             if point in chaos.during and draw.random() < chaos.rate and self._deaths() < chaos.limit:
                 self._act(Fault("kill", self._worker.id, None, point), step)
+
+    def _has_joined(self, fault: Fault) -> bool:
+        """Whether a worker that was rank 0 before has asked for it."""
+        happened = FaultPlan.load(self._record).faults if self._record.exists() else ()
+        return sum(it.action == "join" for it in happened) > self._joins.index(fault)
 
     def _deaths(self) -> int:
         return len(self._record.read_text().splitlines()) if self._record.exists() else 0

@@ -111,6 +111,9 @@ def test_workers_join_and_leave_at_step_boundaries_and_no_step_is_redone(tmp_pat
     check(case, result)
     assert result.audit.redone == 0
     assert not result.of("lost")
+    assert sum(event["event"] == "joined" for event in result.events) == 4, (
+        "who is rank 0 next asked for more once more"
+    )
     assert len(result.digests) >= 3
 
 
