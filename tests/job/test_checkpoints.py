@@ -160,7 +160,7 @@ def test_a_job_that_went_on_behind_its_last_step_still_has_a_rank_0(tmp_path: Pa
     assert "generation 0 → 1" not in again.output, "what happened before was told again"
 
 
-@pytest.mark.parametrize("loader_workers", [0, 1])
+@pytest.mark.parametrize("loader_workers", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_stream_goes_on_where_the_checkpoint_was(tmp_path: Path, loader_workers: int) -> None:
     gate = Gate(tmp_path / "gate")
     case = Case(out=str(tmp_path / "out"), epochs=80, stream=True, loader_workers=loader_workers, gate=str(gate.path))

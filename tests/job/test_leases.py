@@ -108,7 +108,7 @@ def test_a_worker_that_leaves_gives_back_what_it_has_not_used_and_interrupts_nob
     assert said(tmp_path, "w0")["sizes"][-1] == 3
 
 
-@pytest.mark.parametrize("journal", ["kept", "deleted"])
+@pytest.mark.parametrize("journal", [pytest.param("kept", marks=pytest.mark.slow), "deleted"])
 def test_the_coordinator_and_a_worker_die_together(tmp_path: Path, journal: JournalFate) -> None:
     job = leased(tmp_path, "else=0.1", epochs=20)
     job.start()
@@ -142,6 +142,7 @@ def test_steps_have_what_they_have_in_lockstep_and_the_rest_is_refused_in_one_li
     assert result.audit.skipped_steps == 2
 
 
+@pytest.mark.slow
 def test_a_global_batch_is_refused_with_exit_code_2(tmp_path: Path) -> None:
     job = LocalJob(SCENES, ["leased_global", str(tmp_path)], workers=2, directory=tmp_path / "run", options=MANY)
     result = job.run()

@@ -300,6 +300,7 @@ def test_signal_while_torch_still_loads_ends_the_job(tmp_path):
         until(lambda: ended(family))
 
 
+@pytest.mark.slow  # tests/job has the like with a training
 def test_killed_launcher_leaves_nothing(tmp_path):
     script = """
         import os, signal, socket
