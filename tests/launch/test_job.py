@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+import pytest
 
 import shoal
 from shoal.launch import tail
