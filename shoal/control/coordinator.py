@@ -395,6 +395,8 @@ class Coordinator:
         worker = membership.worker(worker_id)
         if worker is None or worker.launched or worker.state is not State.PARTED or worker_id in self._workers:
             return membership, []
+        if not self._launchers and any(other.launched for other in membership.workers):
+            return membership, []  # the launcher has not come back to this coordinator yet; it may be its worker
         return m.on_gone(membership, worker_id, "disconnected")
 
     def _heard(self, worker_id: str, kind: str, body: Any) -> None:
