@@ -479,15 +479,7 @@ class Worker:
                 fetched = loader.next()
                 if fetched is None:
                     return
-                self._current = batch = self._open(pass_, fetched)
-                if self.seconds.starting:
-                    self.seconds.started()
-                self.seconds.switch(COMPUTE)
-                if not len(batch):
-                    self.step(None)
-                    continue
-                yield batch
-                self._check_stepped(batch)
+                yield from self._hand_out(pass_, fetched)
         finally:
             self._in_pass = False
             loader.close()
@@ -507,7 +499,16 @@ class Worker:
                 return
             before_s = took_s
 
-    def _check_stepped(self, batch: Batch) -> None:
+    def _hand_out(self, pass_: Pass, fetched: Fetched) -> Iterator[Batch]:
+        """The batch, for the script's loop; of an empty share there is none, and the step is made without it."""
+        self._current = batch = self._open(pass_, fetched)
+        if self.seconds.starting:
+            self.seconds.started()
+        self.seconds.switch(COMPUTE)
+        if not len(batch):
+            self.step(None)
+            return
+        yield batch
         if self._current is not None:
             raise errors.SettingsContradict(
                 f"the batch of step {batch.step} was not stepped: call worker.step(loss) once for each batch, "
@@ -543,14 +544,7 @@ class Worker:
                     lessee.mark_complete(self._group)
                     return
                 lessee.epoch = max(epoch, lessee.epoch or 0)
-                self._current = batch = self._open(pass_, fetched)
-                if self.seconds.starting:
-                    self.seconds.started()
-                if not len(batch):
-                    self.step(None)
-                    continue
-                yield batch
-                self._check_stepped(batch)
+                yield from self._hand_out(pass_, fetched)
         finally:
             if lessee.leave(pass_):
                 self._attempt = self._current = None

@@ -455,8 +455,10 @@ def test_close_ends_the_loader_processes() -> None:
     del held
 
 
-def test_close_before_start_is_fine() -> None:
-    Loader(Numbers(), PASS, num_workers=2).close()
+def test_a_loader_that_is_closed_before_it_starts_gives_nothing() -> None:
+    loader = Loader(Numbers(), PASS, num_workers=2)
+    loader.close()
+    assert loader.next() is None
 
 
 # After its first batches the data set blocks: only the kernel can end such a process, torch's own watch over the
