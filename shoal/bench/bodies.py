@@ -48,6 +48,7 @@ Body: TypeAlias = Callable[[Setup], Step]
 
 _HOMES = {
     "independent": "shoal.bench.loops:independent",
+    "lockstep": "shoal.bench.loops:lockstep",
     "ddp": "shoal.bench.loops:ddp",
     "shoal": "shoal.bench.shoal_loop:shoal",
     "memcpy": "shoal.bench.exchange:memcpy",

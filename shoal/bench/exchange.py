@@ -9,13 +9,10 @@ import torch.distributed as dist
 
 from shoal.bench.bodies import Buffer, Setup, Step
 from shoal.bench.loops import join_gloo
-from shoal.bench.meeting import MeetingMemory
-from shoal.control.membership import Generation, Member
+from shoal.bench.meeting import MeetingMemory, meet
 from shoal.errors import SettingsContradict
 from shoal.sync.arena import tensor_at
-from shoal.sync.group import Group, Notice
 from shoal.sync.memory import map_bytes
-from shoal.sync.words import Words
 
 
 def memcpy(setup: Setup) -> Step:
@@ -46,10 +43,7 @@ def shoal_allreduce(setup: Setup) -> Step:
     size_bytes = mine.numel() * 4
     lanes = [_shared(memory, f"lane-{rank}", size_bytes) for rank in range(setup.n_workers)]
     result = _shared(memory, "result", size_bytes)
-    words = Words(memory)
-    members = tuple(Member(f"w{rank}", rank, "here") for rank in range(setup.n_workers))
-    group = Group(words, Notice(words), Generation(1, members), f"w{setup.rank}", spin=True)
-    group.enter()
+    group = meet(setup, memory)
     per = -(-mine.numel() // setup.n_workers)
     mine_slice = slice(setup.rank * per, (setup.rank + 1) * per)
     parts, target = [lane[mine_slice] for lane in lanes], result[mine_slice]

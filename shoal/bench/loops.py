@@ -1,4 +1,5 @@
-"""The baselines of every training comparison: no exchange at all, and DistributedDataParallel over gloo."""
+"""The baselines of every training comparison: no exchange at all, a meeting at every step, and DistributedDataParallel
+over gloo."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import atexit
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from shoal import models
 from shoal.bench.bodies import Setup, Step, Training
+from shoal.bench.meeting import MeetingMemory, meet
 from shoal.errors import SettingsContradict
 
 # What a step costs does not depend on it. A fixed batch learned by heart would: its gradients sink below the smallest
@@ -66,6 +69,21 @@ def independent(setup: Setup) -> Step:
     """The plain loop, each worker for itself: what the machine gives when nobody waits for anybody."""
     work, made = _prepare(setup)
     return _loop(setup, work, made.model, made)
+
+
+def lockstep(setup: Setup) -> Step:
+    """The plain loop, and at the end of each step all wait for the slowest: what any exchange at every step costs,
+    before a byte is exchanged. More than the spread of single steps says: workers that begin together also meet at
+    the memory bus."""
+    work, made = _prepare(setup)
+    alone = _loop(setup, work, made.model, made)
+    group = meet(setup, MeetingMemory(Path(setup.meeting_dir)))
+
+    def step() -> None:
+        alone()
+        group.commit()
+
+    return step
 
 
 def ddp(setup: Setup) -> Step:

@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from shoal.bench.bodies import Setup
+from shoal.control.membership import Generation, Member
+from shoal.sync.group import Group, Notice
 from shoal.sync.memory import create
+from shoal.sync.words import Words
 
 
 class MeetingMemory:
@@ -25,3 +29,12 @@ class MeetingMemory:
             os.close(fd)
             return os.open(note.read_text(), os.O_RDWR | os.O_CLOEXEC)
         return os.dup(fd)  # the caller may close its own; the others come for this one
+
+
+def meet(setup: Setup, memory: MeetingMemory) -> Group:
+    """All workers of the measured group as one generation, without a coordinator: nobody comes, goes or dies."""
+    words = Words(memory)
+    members = tuple(Member(f"w{rank}", rank, "here") for rank in range(setup.n_workers))
+    group = Group(words, Notice(words), Generation(1, members), f"w{setup.rank}", spin=True)
+    group.enter()
+    return group

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from shoal.bench.bodies import Buffer, Setup, Training
-from shoal.bench.runner import Turn
 from shoal.errors import ScriptFailed, SettingsContradict
 
 # Run and not timed at the head of every turn: caches were somebody else's, threads asleep, workers not yet in step.
@@ -93,13 +92,11 @@ class ProcessGroup:
             self._workers[rank].connection.send((setup, cores[rank]))
         self._answers("come up")
 
-    def measure(self, steps: int) -> Turn:
+    def measure(self, steps: int) -> float:
         for worker in self._workers:
             worker.connection.send((_LEAD_IN_STEPS, steps))
-        taken_s: list[list[float]] = self._answers(f"run {steps} steps")
-        slowest_s = max(sum(own_s) for own_s in taken_s)
-        waiting_s = sum(max(together_s) for together_s in zip(*taken_s, strict=True))
-        return Turn(slowest_s / steps, waiting_s / steps)
+        taken_s: list[float] = self._answers(f"run {steps} steps")
+        return max(taken_s) / steps
 
     def stop(self) -> None:
         for worker in self._workers:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Protocol
 
 from shoal.bench import statistics
@@ -19,16 +18,6 @@ from shoal.errors import SettingsContradict
 
 _MAX_STEPS_PER_TURN = 20_000
 
-LOCKSTEP = "lockstep"
-
-
-@dataclass(frozen=True)
-class Turn:
-    """Seconds a step took in one turn of a group."""
-
-    step_s: float  # by its slowest worker, over the whole turn
-    lockstep_s: float  # had every step waited for the worker that was slowest in it, at no cost
-
 
 class Variant(Protocol):
     """Something that can be timed beside others. Between its turns it must be idle: blocked, not spinning."""
@@ -36,8 +25,8 @@ class Variant(Protocol):
     def start(self, n_workers: int, cores_per_worker: int) -> None:
         """Ready when this returns: processes up, model built."""
 
-    def measure(self, steps: int) -> Turn:
-        """Run so many steps."""
+    def measure(self, steps: int) -> float:
+        """Run so many steps; the seconds one took, by the slowest worker over all of them."""
 
     def stop(self) -> None:
         """Leave nothing behind; also after a failure, also when never started."""
@@ -63,14 +52,12 @@ def compare(
     steps_per_turn: int | None = None,
     turn_s: float = 0.5,
     faster: Sequence[tuple[str, str]] = (),
-    lockstep: bool = False,
 ) -> Result:
     """Time all variants beside each other until `rounds` rounds are past the warm-up.
 
     `steps_per_turn` is the same for all; by default as many as the baseline does in `turn_s`. A pair in `faster` is a
     claim, that the first is faster than the second: the two are compared with each other too, and an interval that
-    holds 1.0 is a doubt. `lockstep` adds a row that no variant has run: the baseline, had its workers waited for each
-    other at every step. After `max_warmup_rounds` (by default `rounds`) more rounds than asked for the last ones are
+    holds 1.0 is a doubt. After `max_warmup_rounds` (by default `rounds`) more rounds than asked for the last ones are
     taken as they are, and the result says so.
     Raises SettingsContradict for settings that cannot give a result, and whatever a variant raises; every variant is
     stopped either way.
@@ -82,10 +69,7 @@ def compare(
             started.callback(variant.stop)
             variant.start(n_workers, cores_per_worker)
         steps = steps_per_turn or _steps_in(variants[baseline], turn_s)
-        turns, loads, dropped, settled = _take_rounds(variants, steps, rounds, spare)
-    taken = {name: [turn.step_s for turn in series] for name, series in turns.items()}
-    if lockstep:
-        taken[LOCKSTEP] = [turn.lockstep_s for turn in turns[baseline]]
+        taken, loads, dropped, settled = _take_rounds(variants, steps, rounds, spare)
     kept = {name: series[dropped:] for name, series in taken.items()}
     doubts = load_doubts(loads)
     if not settled:
@@ -125,7 +109,7 @@ def _steps_in(variant: Variant, turn_s: float) -> int:
     """How many steps fill a turn. The first steps of a process are slow, so the guess is refined until it holds."""
     steps = 1
     while True:
-        fitting = max(1, min(_MAX_STEPS_PER_TURN, round(turn_s / variant.measure(steps).step_s)))
+        fitting = max(1, min(_MAX_STEPS_PER_TURN, round(turn_s / variant.measure(steps))))
         if fitting <= 2 * steps:
             return fitting
         steps = fitting
@@ -133,9 +117,9 @@ def _steps_in(variant: Variant, turn_s: float) -> int:
 
 def _take_rounds(
     variants: Mapping[str, Variant], steps: int, rounds: int, spare: int
-) -> tuple[dict[str, list[Turn]], list[Load], int, bool]:
+) -> tuple[dict[str, list[float]], list[Load], int, bool]:
     """Every round's turn by variant, each round's load, how many rounds were warm-up, whether it ended."""
-    taken: dict[str, list[Turn]] = {name: [] for name in variants}
+    taken: dict[str, list[float]] = {name: [] for name in variants}
     loads: list[Load] = []
     probe = LoadProbe()
     while True:
@@ -144,7 +128,7 @@ def _take_rounds(
             taken[name].append(variants[name].measure(steps))
         loads.append(probe.end())
         # A round is dropped for all as long as it is warm-up for one: pairs stay pairs.
-        dropped = max(statistics.warmup_rounds([turn.step_s for turn in series]) for series in taken.values())
+        dropped = max(statistics.warmup_rounds(series) for series in taken.values())
         if len(loads) - dropped >= rounds:
             return taken, loads, dropped, True
         if len(loads) >= rounds + spare:

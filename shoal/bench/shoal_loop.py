@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import socket
 import subprocess
 import sys
@@ -51,6 +52,7 @@ def join(setup: Setup) -> Worker:
         command = [sys.executable, "-m", "shoal.control.coordinator", "--dir", str(run)]
         sizes = ["--min", count, "--max", count, "--target", count]
         coordinator = subprocess.Popen([*command, *sizes, "--budget", str(_BUDGET_S)])
+        os.sched_setaffinity(coordinator.pid, range(os.cpu_count() or 1))  # as a launcher starts it: on any core
         atexit.register(coordinator.kill)
     deadline_s = time.monotonic() + _WAIT_S
     while not (run / "address").exists():

@@ -1,13 +1,12 @@
 """One process of a measured group: `python -m shoal.bench.worker FD`, commanded over the socket FD.
 
 First comes a `Setup` and the cores to stay on; the answer is True once the body is ready. Then each `(lead_in, steps)`
-is answered with the seconds that each of the `steps` took; None ends the process. Between commands it is blocked in a
+is answered with the seconds that the `steps` took; None ends the process. Between commands it is blocked in a
 read.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
 import time
@@ -32,11 +31,10 @@ def main(descriptor: int) -> None:
         lead_in, steps = command
         for _ in range(lead_in):
             step()
-        ends = [time.perf_counter()]
+        began_s = time.perf_counter()
         for _ in range(steps):
             step()
-            ends.append(time.perf_counter())
-        runner.send([after - before for before, after in itertools.pairwise(ends)])
+        runner.send(time.perf_counter() - began_s)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import os
 
 from shoal.bench.bodies import Buffer, Setup, Step
@@ -40,16 +39,3 @@ def dies_at_rank_1(setup: Setup) -> Step:
 
 def refuses(setup: Setup) -> Step:
     raise RuntimeError("planted refusal")
-
-
-def takes_turns_to_be_slow(setup: Setup) -> Step:
-    """Of two workers the one is slow in even steps, the other in odd ones."""
-    assert isinstance(setup.work, Buffer)
-    counted = itertools.count(setup.rank)
-    data = bytes(setup.work.size_bytes)
-
-    def step() -> None:
-        for _ in range(9 if next(counted) % 2 else 1):
-            hashlib.sha256(data).digest()
-
-    return step

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from shoal.bench import results
-from shoal.bench.runner import LOCKSTEP, Turn, compare, turn_order
+from shoal.bench.runner import compare, turn_order
 from shoal.errors import SettingsContradict
 
 
@@ -28,10 +28,9 @@ class Planted:
     def start(self, n_workers: int, cores_per_worker: int) -> None:
         self._diary.append(f"start {self.name}")
 
-    def measure(self, steps: int) -> Turn:
+    def measure(self, steps: int) -> float:
         self._diary.append(self.name)
-        step_s = self._step_s(next(self._turn))
-        return Turn(step_s, 1.25 * step_s)
+        return self._step_s(next(self._turn))
 
     def stop(self) -> None:
         self._diary.append(f"stop {self.name}")
@@ -84,11 +83,6 @@ def test_two_variants_are_compared_with_each_other_round_by_round() -> None:
     assert result.against("one", "other").efficiency.value == pytest.approx(1.1)
     assert result.against("one", "other").doubts == ()
     assert [claim.variant for claim in result.claims] == ["one"]
-
-
-def test_the_row_of_lockstep_says_what_waiting_for_the_slowest_would_cost_the_baseline() -> None:
-    result = run(planted(alone=lambda _: 0.01, other=lambda _: 0.02), lockstep=True)
-    assert result.against(LOCKSTEP).efficiency.value == pytest.approx(1 / 1.25)
 
 
 def test_a_slow_start_of_one_variant_is_dropped_for_all_and_replaced_by_more_rounds() -> None:
