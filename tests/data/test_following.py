@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from shoal.data.batches import Fetched, Loader, _in_flight
+from shoal.data.batches import Fetched, Loader
 from shoal.data.ledger import Pass
+from shoal.data.loader_processes import in_flight
 
 PASS = Pass(0, 50, 3, 5, True, False, None, 4, 1, leased=True)
 
@@ -66,7 +67,7 @@ def test_more_that_comes_while_some_is_left_is_read_ahead_again(loader: Loader) 
     loader.add(0, 4, 40)
     assert loader.next() is not None
     if loader.depth:
-        assert _in_flight(loader._fetched) == loader.depth
+        assert in_flight(loader._fetched) == loader.depth
     assert len(drained(loader)) == 9
 
 

@@ -11,7 +11,8 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from shoal.data import ledger
-from shoal.data.batches import Fetched, Loader, samples_in
+from shoal.data.batches import Fetched, Loader
+from shoal.data.indexed import samples_in
 from shoal.data.ledger import ENDED, Cursor, Pass
 from shoal.data.streams import fingerprint
 from shoal.errors import DataUnusable
