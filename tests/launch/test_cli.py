@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from shoal import cli, errors
-from shoal.control import client
+from shoal.cli.options import parse_bytes
+from shoal.control import client, rundir
 from shoal.control.rundir import Committed, RunDir
 from shoal.launch.job import Size, parse_size
 from shoal.metrics import EventLog
@@ -109,14 +110,14 @@ def test_number_of_workers_is_a_target_or_a_range(text, cores, size):
     ("text", "size_bytes"), [("2G", 2 << 30), ("512m", 512 << 20), ("1.5GiB", 3 << 29), ("100", 100), ("1 KB", 1024)]
 )
 def test_memory_is_read_in_powers_of_1024(text, size_bytes):
-    assert cli.parse_bytes(text) == size_bytes
+    assert parse_bytes(text) == size_bytes
 
 
 def test_error_that_is_no_mistake_of_the_user_exits_with_1(monkeypatch, capsys):
     def lose(*_: object) -> RunDir:
         raise errors.CoordinatorLost("silent\nfor 5 s")
 
-    monkeypatch.setattr(cli.rundir, "find", lose)
+    monkeypatch.setattr(rundir, "find", lose)
     assert shoal("stop") == 1
     assert capsys.readouterr().err == "shoal: CoordinatorLost: silent for 5 s\n"
 
@@ -191,20 +192,20 @@ def test_audit_exits_with_1_when_not_clean(monkeypatch, capsys):
 
 def test_command_line_does_not_import_torch_numpy_or_grpc():
     code = "import sys, shoal.cli; print([name for name in ('torch', 'numpy', 'grpc') if name in sys.modules])"
-    path = str(Path(cli.__file__).parents[1])
+    path = str(Path(cli.__file__).parents[2])
     said = subprocess.run([sys.executable, "-c", code], cwd=path, capture_output=True, text=True, check=True)
     assert said.stdout == "[]\n"
 
 
 def test_importing_shoal_leaves_the_logging_of_a_script_alone():
     code = "import logging, shoal, shoal.train.worker, shoal.control.coordinator; print(logging.root.handlers)"
-    path = str(Path(cli.__file__).parents[1])
+    path = str(Path(cli.__file__).parents[2])
     said = subprocess.run([sys.executable, "-c", code], cwd=path, capture_output=True, text=True, check=True)
     assert said.stdout == "[]\n"
 
 
 def test_help_has_examples_and_runs_as_a_module():
-    path = str(Path(cli.__file__).parents[1])
+    path = str(Path(cli.__file__).parents[2])
     command = [sys.executable, "-m", "shoal", "run", "--help"]
     said = subprocess.run(command, cwd=path, capture_output=True, text=True, check=True)
     assert "shoal run -n 2:8 train.py" in said.stdout

@@ -240,15 +240,16 @@ def test_a_signal_in_the_closing_second_does_not_lose_the_summary(tmp_path: Path
     code = """
 import os, signal, sys
 from shoal import cli
+from shoal.cli import job
 
-summary = cli._summary
+summary = job._summary
 
 def interrupted(*given):
     for signum in (signal.SIGINT, signal.SIGTERM):
         os.kill(os.getpid(), signum)
     return summary(*given)
 
-cli._summary = interrupted
+job._summary = interrupted
 cli.main(["run", "-n", "1", "--dir", "run", "--quiet", "train.py"])
 """
     ran = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
