@@ -28,9 +28,8 @@ from shoal.cli.options import (
 from shoal.cli.shell import app
 from shoal.control import rundir
 from shoal.control.rundir import RunDir
-from shoal.launch.job import parse_size
 from shoal.launch.screen import Screen
-from shoal.launch.settings import JobSettings
+from shoal.launch.settings import JobSettings, parse_size
 from shoal.recipe import RUNNER, Recipe, check_model_file, read_config, with_values
 
 

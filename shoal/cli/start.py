@@ -17,10 +17,9 @@ from shoal.cli.shell import app
 from shoal.control import prometheus, rundir
 from shoal.control.rundir import RunDir
 from shoal.control.timeouts import DEFAULT_BUDGET_S, Timeouts
-from shoal.launch.job import parse_size
 from shoal.launch.relaunch import Relaunch
 from shoal.launch.screen import Screen
-from shoal.launch.settings import JobSettings
+from shoal.launch.settings import JobSettings, parse_size
 from shoal.launch.tail import LOG_LIMIT_BYTES
 from shoal.metrics import read_events
 from shoal.view.state import how_it_ended

@@ -10,13 +10,38 @@ from typing import Any
 from shoal import __version__, errors
 from shoal.checkpoints import DEFAULT_EVERY, DEFAULT_KEEP, Every
 from shoal.control.coordinator import OnError
+from shoal.control.membership import MAX_SLOTS
 from shoal.control.timeouts import DEFAULT_BUDGET_S, Timeouts
-from shoal.launch.job import Size
 from shoal.launch.relaunch import Relaunch, default_restarts
 from shoal.launch.tail import LOG_LIMIT_BYTES
 
 # Whose run directories can be gone on with.
 _OLDEST = "0.2.0"
+
+
+@dataclass(frozen=True)
+class Size:
+    """How many workers: the job pauses below `min` and starts with `target`."""
+
+    min: int
+    max: int
+    target: int
+
+
+def parse_size(text: str, cores: int) -> Size:
+    """`4` is a target of 4 with everything from 1 up allowed; `2:8` stays between and aims at the number of cores."""
+    try:
+        low, high = (int(part) for part in text.split(":")) if ":" in text else (1, MAX_SLOTS)
+        target = min(max(cores, low), high) if ":" in text else int(text)
+    except ValueError:
+        raise errors.SettingsContradict(f"-n {text} is not a number of workers; write -n 4, or -n 2:8") from None
+    if low > high:
+        raise errors.SettingsContradict(f"-n {text} asks for more at least than at most; write -n {high}:{low}")
+    if low < 1 or target < 1:
+        raise errors.SettingsContradict(f"-n {text} has no worker; a job needs 1 at least")
+    if max(target, high) > MAX_SLOTS:
+        raise errors.SettingsContradict(f"-n {text} is more than one host takes; {MAX_SLOTS} workers at most")
+    return Size(low, high, target)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from shoal import cli, errors
 from shoal.cli.options import parse_bytes
 from shoal.control import client, rundir
 from shoal.control.rundir import Committed, RunDir
-from shoal.launch.job import Size, parse_size
+from shoal.launch.settings import Size, parse_size
 from shoal.metrics import EventLog
 from shoal.view import state
 
