@@ -9,9 +9,10 @@ from typing import Annotated
 import typer
 
 from shoal import errors
-from shoal.cli.options import JobArgument, JsonOption, jobs
+from shoal.cli.options import JobArgument, JsonOption, jobs, named
 from shoal.cli.shell import app
 from shoal.control import client, rundir
+from shoal.control.membership import MAX_SLOTS
 from shoal.control.rundir import RunDir
 from shoal.metrics import read_events
 from shoal.view.state import how_it_ended, live, name_of
@@ -30,18 +31,20 @@ _POLL_S = 0.1
 def scale(
     job: Annotated[
         str,
-        typer.Argument(metavar="JOB", help="A run directory, or a name under ./shoal-runs.", autocompletion=jobs),
+        typer.Argument(
+            metavar="JOB", callback=named, help="A run directory, or a name under ./shoal-runs.", autocompletion=jobs
+        ),
     ],
     target: Annotated[str, typer.Argument(metavar="N", help="How many workers.")],
 ) -> int:
     """Change the number of workers of a running job."""
-    if not target.isdecimal() or int(target) < 1:
+    if not target.isdecimal() or not 1 <= int(target) <= MAX_SLOTS:
         raise errors.SettingsContradict(
-            f"cannot scale to {target}: it is not a number of workers; write shoal scale JOB 4"
+            f"cannot scale to {target}: write a number of workers from 1 to {MAX_SLOTS}, as shoal scale JOB 4"
         )
     run_dir = rundir.find(job)
     if not run_dir.runs():
-        raise errors.JobNotFound(f"{_ended(run_dir)}; go on with shoal resume -n {target}")
+        raise errors.JobNotFound(f"{_ended(run_dir)}; go on with shoal resume {name_of(run_dir)} -n {target}")
     state = client.scale(run_dir, int(target))
     print(f"{name_of(run_dir)}: {counted(state['target'], 'worker')} wanted")
     return 0

@@ -114,11 +114,15 @@ def _summary(run_dir: RunDir, ending: Ending, took_s: float) -> list[str]:
     how = "finished" if finished else f"stopped ({ending.reason})"
     report = audited(run_dir)
     lost, refused = ({event["worker_id"] for event in events if event["event"] == kind} for kind in ("lost", "refused"))
-    line = (
-        f"{how}: {counted(report.steps, 'step')}, {counted(report.samples, 'sample')} in {took_s:.1f} s, "
-        f"{counted(kinds.count('generation'), 'generation')}, {counted(len(lost - refused), 'worker')} lost"
-    )
-    return [line, str(report)]
+    parts = [f"{how}: trained {_steps(report.trained_steps, report.trained_samples)} in {took_s:.1f} s"]
+    if report.evaluated_steps:
+        parts.append(f"evaluated or predicted {_steps(report.evaluated_steps, report.evaluated_samples)}")
+    parts.append(f"{counted(kinds.count('generation'), 'generation')}, {counted(len(lost - refused), 'worker')} lost")
+    return ["; ".join(parts), str(report)]
+
+
+def _steps(steps: int, samples: int) -> str:
+    return f"{counted(steps, 'step')}, {counted(samples, 'sample')}"
 
 
 def _never_joined(run_dir: RunDir, called: bool) -> errors.ScriptFailed:

@@ -17,13 +17,22 @@ from rich.console import Console
 from rich.table import Table
 
 from shoal import errors
-from shoal.cli.options import FollowOption, JobArgument, JsonOption
+from shoal.cli.options import FollowOption, JobArgument, JsonOption, normalized, within
 from shoal.cli.shell import app
 from shoal.control import rundir
+from shoal.control.rundir import RunDir
 from shoal.launch.screen import prefixed
+from shoal.launch.settings import refuse_newer
 from shoal.view import events as event_view
 from shoal.view import logs as log_view
 from shoal.view.state import audited, line_of, live, name_of, state_of
+
+
+def _readable(job: str | None) -> RunDir:
+    """The job, for a command that reads its records. RunDirUnusable if a newer version wrote them."""
+    run_dir = rundir.find(job)
+    refuse_newer(run_dir.settings())
+    return run_dir
 
 
 @contextlib.contextmanager
@@ -48,7 +57,7 @@ def _reader_may_leave() -> Iterator[None]:
 )
 def status(job: JobArgument = None, as_json: JsonOption = False) -> int:
     """Show who is in, how far the job is, and how it ended if it has."""
-    run_dir = rundir.find(job)
+    run_dir = _readable(job)
     state = state_of(run_dir)
     if as_json:
         print(json.dumps(state))
@@ -117,7 +126,8 @@ def logs(
         ),
     ] = None,
     last_lines: Annotated[
-        int | None, typer.Option("--lines", "-n", min=0, help="No more than so many of each that are there already.")
+        int | None,
+        typer.Option("--lines", "-n", callback=within(0), help="No more than so many of each that are there already."),
     ] = None,
 ) -> int:
     """Show what the workers print."""
@@ -146,14 +156,15 @@ q or Ctrl-C quits; the job goes on."""
 def top(
     job: JobArgument = None,
     interval_s: Annotated[
-        float, typer.Option("--interval", "-d", metavar="SECONDS", min=0.1, help="Between two looks.")
+        float,
+        typer.Option("--interval", "-d", metavar="SECONDS", callback=within(0.1, 86400), help="Between two looks."),
     ] = 1.0,
 ) -> int:
     """Watch a job as it trains: workers, speed, progress, events."""
     from shoal.view.top import watch
 
     with _reader_may_leave():
-        return watch(rundir.find(job), Console(highlight=False, markup=False), interval_s)
+        return watch(_readable(job), Console(highlight=False, markup=False), interval_s)
 
 
 @app.command(
@@ -166,14 +177,17 @@ def top(
 def report(
     job: JobArgument = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Where the page goes; report.html in the run directory.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", callback=normalized, help="Where the page goes; report.html in the run directory."
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> int:
     """Write a page about a job: step rate, where the time went, loss, and what every reconfiguration cost."""
     from shoal.report import page, read
 
-    run_dir = rundir.find(job)
+    run_dir = _readable(job)
     found = read.read(run_dir, live(run_dir))
     path = out or run_dir.path / "report.html"
     try:
@@ -197,7 +211,7 @@ def report(
 )
 def audit(job: JobArgument = None, as_json: JsonOption = False) -> int:
     """Check, from what the workers really fed, that every sample was trained exactly once."""
-    run_dir = rundir.find(job)
+    run_dir = _readable(job)
     report = audited(run_dir)
     if as_json:
         print(json.dumps({**vars(report), "clean": report.clean}))
@@ -218,7 +232,9 @@ def audit(job: JobArgument = None, as_json: JsonOption = False) -> int:
 Exits with 1 when something is bad, that is, when shoal cannot run."""
 )
 def doctor(
-    directory: Annotated[Path, typer.Option("--dir", help="Where run directories will be.")] = rundir.RUNS,
+    directory: Annotated[
+        Path, typer.Option("--dir", callback=normalized, help="Where run directories will be.")
+    ] = rundir.RUNS,
     as_json: JsonOption = False,
 ) -> int:
     """Check whether this machine is fit to train, and say what to change."""
@@ -236,10 +252,10 @@ def doctor(
 )
 def web(
     job: JobArgument = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="On loopback; 0 for any that is free.")] = 0,
+    port: Annotated[int, typer.Option(callback=within(0, 65535), help="On loopback; 0 for any that is free.")] = 0,
 ) -> int:
     """Show a job live in a browser, with buttons to scale it, take a checkpoint and stop it."""
-    run_dir = rundir.find(job)
+    run_dir = _readable(job)
     try:
         import uvicorn
 

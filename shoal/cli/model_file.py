@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from shoal import checkpoints, errors
+from shoal import checkpoints, errors, given
 from shoal.cli.job import check_script, run_job
 from shoal.cli.options import (
     BatchOption,
@@ -24,13 +24,16 @@ from shoal.cli.options import (
     SetOption,
     WeightsOption,
     WorkersOption,
+    normalized,
 )
 from shoal.cli.shell import app
-from shoal.control import rundir
+from shoal.control import prometheus, rundir
 from shoal.control.rundir import RunDir
 from shoal.launch.screen import Screen
 from shoal.launch.settings import JobSettings, parse_size
-from shoal.recipe import RUNNER, Recipe, check_model_file, read_config, with_values
+from shoal.recipe import RUNNER, TRAINING, Recipe, check_model_file, read_config, with_values
+
+_OF_JOB = JobSettings.names() | {"workers"}
 
 
 @app.command(
@@ -55,8 +58,8 @@ def train(
     quiet: QuietOption = False,
 ) -> int:
     """Train the model of a file, without a loop of your own."""
-    given = {"epochs": epochs, "batch_size": batch_size, "global_batch": global_batch, "loaders": loaders}
-    return _use_model_file(Recipe(str(model_file)), given, workers, directory, config, init_from, settings, quiet)[0]
+    here = {"epochs": epochs, "batch_size": batch_size, "global_batch": global_batch, "loaders": loaders}
+    return _use_model_file(Recipe(str(model_file)), here, workers, directory, config, init_from, settings, quiet)[0]
 
 
 @app.command(
@@ -79,8 +82,8 @@ def evaluate(
 ) -> int:
     """Score a trained model on `dataset("evaluate")` by the model file's `metrics`: each sample counted once."""
     recipe = Recipe(str(model_file), action="evaluate")
-    given = {"batch_size": batch_size, "loaders": loaders}
-    code, run_dir = _use_model_file(recipe, given, workers, directory, config, weights, settings, quiet=True)
+    here = {"batch_size": batch_size, "loaders": loaders}
+    code, run_dir = _use_model_file(recipe, here, workers, directory, config, weights, settings, quiet=True)
     if code == 0:
         means = json.loads((run_dir.results / "pass-0.json").read_text())
         print(json.dumps(means) if as_json else "\n".join(f"{name} {value:.6g}" for name, value in means.items()))
@@ -95,7 +98,10 @@ def evaluate(
 def predict(
     model_file: ModelFile,
     weights: WeightsOption,
-    out: Annotated[Path, typer.Option(metavar="FILE.npy", help="Where the rows go, one for each sample, in order.")],
+    out: Annotated[
+        Path,
+        typer.Option(metavar="FILE.npy", callback=normalized, help="Where the rows go, one for each sample, in order."),
+    ],
     workers: WorkersOption = None,
     directory: DirOption = None,
     config: ConfigOption = None,
@@ -105,9 +111,15 @@ def predict(
     quiet: QuietOption = False,
 ) -> int:
     """Write the outputs of a trained model for `dataset("predict")`: one row for each sample, in order."""
+    if not out.parent.is_dir():
+        raise errors.SettingsContradict(
+            f"--out {out}: there is no folder {out.parent}; make it, or choose another --out"
+        )
+    if out.is_dir():
+        raise errors.SettingsContradict(f"--out {out} is a folder; name a file in it, as {out / 'rows.npy'}")
     recipe = Recipe(str(model_file), action="predict", out=str(out.absolute()))
-    given = {"batch_size": batch_size, "loaders": loaders}
-    code, _ = _use_model_file(recipe, given, workers, directory, config, weights, settings, quiet)
+    here = {"batch_size": batch_size, "loaders": loaders}
+    code, _ = _use_model_file(recipe, here, workers, directory, config, weights, settings, quiet)
     if code == 0:
         print(out)
     return code
@@ -115,7 +127,7 @@ def predict(
 
 def _use_model_file(
     recipe: Recipe,
-    given: dict[str, Any],
+    here: dict[str, Any],
     workers: str | None,
     directory: Path | None,
     config: Path | None,
@@ -128,40 +140,46 @@ def _use_model_file(
     check_script(path)
     check_model_file(path, recipe.action)
     of_job, of_training = read_config(config) if config is not None else ({}, {})
-    recipe = with_values(replace(recipe, file=str(path)), of_training, str(config))
-    recipe = with_values(
-        recipe, {name: value for name, value in given.items() if value is not None}, "the command line"
-    )
+    of_job = _of_job(of_job, f"{config} [job]")
+    recipe = with_values(replace(recipe, file=str(path)), of_training, f"{config} [train]")
+    recipe = with_values(recipe, {name: value for name, value in here.items() if value is not None}, "the command line")
     for text in more or ():
         name, is_one, value = text.partition("=")
         if not is_one:
             raise errors.SettingsContradict(f"--set {text} has no value; write --set name=value")
-        if name in {field.name for field in fields(JobSettings)} | {"workers"}:
-            of_job[name] = _parsed(value)
+        one = {name: _parsed(value)}
+        if name in TRAINING:
+            recipe = with_values(recipe, one, "--set")
         else:
-            recipe = with_values(recipe, {name: _parsed(value)}, "--set")
+            of_job |= _of_job(one, "--set", also=TRAINING)
     cores = len(os.sched_getaffinity(0))
-    size = parse_size(str(workers or of_job.pop("workers", cores)), cores)
-    of_job.pop("workers", None)
+    elsewhere = of_job.pop("workers", cores)
+    size = parse_size(str(elsewhere), cores, "workers =") if workers is None else parse_size(workers, cores)
     if weights is not None:
         checkpoints.weights(weights)
         of_job["init_from"] = str(weights.absolute())
-    unknown = sorted(set(of_job) - {field.name for field in fields(JobSettings)})
-    if unknown:
-        raise errors.SettingsContradict(f"there is no setting {unknown[0]!r} of a job; see shoal run --help")
-    try:
-        settings = JobSettings(
-            **{**of_job, "script": str(RUNNER), "args": recipe.args(), "cwd": os.getcwd()},
-            min=size.min,
-            max=size.max,
-            target=size.target,
-        )
-    except TypeError as problem:
-        raise errors.SettingsContradict(f"a setting of the job has another type than it should: {problem}") from None
+    settings = JobSettings(
+        script=str(RUNNER),
+        args=recipe.args(),
+        cwd=os.getcwd(),
+        min=size.min,
+        max=size.max,
+        target=size.target,
+        **of_job,
+    )
+    if settings.metrics_port is not None:
+        prometheus.check_free(*prometheus.parse_address(settings.metrics_port))
     kept = asdict(settings)
     run_dir = RunDir.create(directory, kept) if directory else rundir.create_default(path, kept)
     with run_dir.held():
         return run_job(run_dir, settings, Screen(quiet)), run_dir
+
+
+def _of_job(values: dict[str, Any], where: str, also: frozenset[str] = frozenset()) -> dict[str, Any]:
+    """Settings of the job, checked. `workers` is read later, like -n: a number, or `"2:8"`. `also`: names that could
+    have been meant too."""
+    others = {name: value for name, value in values.items() if name != "workers"}
+    return {**values, **given.fitted(others, JobSettings, _OF_JOB | also, where)}
 
 
 def _parsed(text: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -47,6 +48,16 @@ def one_line(error: BaseException) -> str:
     return text if type(error) is errors.ShoalError else f"{type(error).__name__}: {text}"
 
 
+def _told(error: Any, words: Sequence[str]) -> str:
+    """What is wrong with the words of a command line, and where to read on."""
+    command = error.ctx.command_path if getattr(error, "ctx", None) is not None else "shoal"
+    text = " ".join(error.format_message().split()).rstrip(".")
+    below_0 = [word for word in words if re.fullmatch(r"-\d+(\.\d+)?", word)]
+    if type(error).__name__ == "NoSuchOption" and below_0:
+        text = f"{below_0[0]} is taken for an option, which {command} does not have; write a number from 1 up"
+    return f"{text}; see {command} --help"
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     try:
         code = app(args=arguments, prog_name="shoal", standalone_mode=False)
@@ -59,8 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if type(error).__name__ == "NoArgsIsHelpError":
             error.show()
         else:
-            text = error.format_message().rstrip(".")
-            print(f"shoal: SettingsContradict: {text}; see shoal --help", file=sys.stderr)
+            told = _told(error, sys.argv[1:] if arguments is None else arguments)
+            print(f"shoal: SettingsContradict: {told}", file=sys.stderr)
         code = 2
     except (typer.Abort, KeyboardInterrupt):
         code = 130

@@ -12,7 +12,7 @@ import typer
 
 from shoal import checkpoints, errors
 from shoal.cli.job import check_script, resumed, run_job
-from shoal.cli.options import DirOption, InitOption, JobArgument, QuietOption, WorkersOption, parse_bytes
+from shoal.cli.options import DirOption, InitOption, JobArgument, QuietOption, WorkersOption, normalized, parse_bytes
 from shoal.cli.shell import app
 from shoal.control import prometheus, rundir
 from shoal.control.rundir import RunDir
@@ -43,7 +43,10 @@ class OnErrorChoice(str, Enum):
 Ctrl-C lets the workers finish their step and leave; Ctrl-C again kills them.""",
 )
 def run(
-    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="The training script: it calls shoal.run(main).")],
+    script: Annotated[
+        Path,
+        typer.Argument(metavar="SCRIPT", callback=normalized, help="The training script: it calls shoal.run(main)."),
+    ],
     args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Arguments of the script.")] = None,
     workers: WorkersOption = None,
     directory: DirOption = None,

@@ -8,11 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 
 from shoal import cli, errors
-from shoal.cli.options import parse_bytes
+from shoal.cli import job
+from shoal.cli.options import normalized, parse_bytes
 from shoal.control import client, rundir
 from shoal.control.rundir import Committed, RunDir
+from shoal.launch.job import Ending
 from shoal.launch.settings import Size, parse_size
 from shoal.metrics import EventLog
 from shoal.view import state
@@ -25,6 +28,8 @@ def _in_an_empty_directory(tmp_path, monkeypatch):
     (tmp_path / "broken.py").write_text("x = 1\ndef f(:\n")
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "something").touch()
+    (tmp_path / "model.py").write_text("model = loss = optimizer = dataset = metrics = print\n")
+    (tmp_path / "job.toml").write_text('[job]\nthreads = "two"\n')
     RunDir.create(tmp_path / "other", {})
 
 
@@ -69,6 +74,8 @@ MISTAKES = {
     "stop": "JobNotFound:",
     "audit nowhere": "JobNotFound:",
     "report nowhere": "JobNotFound:",
+    "status taken/../nowhere": "JobNotFound: no job at nowhere or shoal-runs/nowhere",
+    "scale taken/../nowhere 2": "JobNotFound: no job at nowhere or shoal-runs/nowhere",
     "status /nowhere": "JobNotFound: no job at /nowhere; name a run directory",
     "events nowhere": "JobNotFound:",
     "top nowhere": "JobNotFound:",
@@ -77,7 +84,36 @@ MISTAKES = {
     "logs other --worker w9": "JobNotFound: no log of w9 in",
     "scale other 2": "JobNotFound: other has ended",
     "scale other two": "SettingsContradict: cannot scale to two",
-    "scale other 0": "SettingsContradict: cannot scale to 0",
+    "scale other 0": "SettingsContradict: cannot scale to 0: write a number of workers from 1 to 256",
+    "scale other 257": "SettingsContradict: cannot scale to 257",
+    "scale other -12": "SettingsContradict: -12 is taken for an option, which shoal scale does not have; write",
+    "scale other 2 --no-such": "SettingsContradict: No such option: --no-such; see shoal scale --help",
+    "resume other": "RunDirUnusable: the run directory does not say which script",
+    "web other --port 99999": "SettingsContradict: --port 99999 cannot be; write a number from 0 to 65535",
+    "web other --port -1": "SettingsContradict: --port -1 cannot be",
+    "logs other -n -1": "SettingsContradict: --lines -1 cannot be; write 0 or more",
+    "top other --interval 0": "SettingsContradict: --interval 0 cannot be",
+    "top other --interval nan": "SettingsContradict: --interval nan cannot be",
+    "run --backoff nan train.py": "SettingsContradict: --backoff nan is not a number of seconds",
+    "run --keep 0 train.py": "SettingsContradict: --keep 0 is below 1",
+    "run --checkpoint-every 0 train.py": "SettingsContradict: --checkpoint-every 0",
+    "run taken/../nowhere.py": "ScriptFailed: nowhere.py does not exist",
+    "train model.py --epochs 0": "SettingsContradict: epochs is 0; write 1 or more",
+    "train model.py --batch-size 0": "SettingsContradict: batch_size is 0; write 1 or more",
+    "train model.py --loaders -1": "SettingsContradict: loaders is -1; write 0 or more",
+    "train model.py --set clip_norm=0": "SettingsContradict: clip_norm is 0; write a number above 0",
+    "train model.py --set epochs=many": "SettingsContradict: --set has epochs = 'many'; write a whole number",
+    "train model.py --set shuffle=False": "SettingsContradict: --set has shuffle = 'False'; write true or false",
+    "train model.py --set on_error=go": "SettingsContradict: --set has on_error = 'go'; write stop or relaunch",
+    "train model.py --set epocs=1": "SettingsContradict: --set has 'epocs'; there are accumulate, backoff_s",
+    "train model.py --set min=1": "SettingsContradict: --set has 'min'; there are",
+    "train model.py --set workers=0": "SettingsContradict: workers = 0 has no worker",
+    "train model.py --set budget_s=0": "SettingsContradict: --budget is 0",
+    "train model.py --set log_bytes=0": "SettingsContradict: log_bytes is 0; write a number of bytes from 1 up",
+    "train model.py --set metrics_port=70000": "SettingsContradict: --metrics-port 70000 is not a port",
+    "train model.py --config job.toml": "SettingsContradict: job.toml [job] has threads = 'two'; write a whole number",
+    "predict model.py --from x --out no/p.npy": "SettingsContradict: --out no/p.npy: there is no folder no; make it",
+    "predict model.py --from x --out taken/../taken": "SettingsContradict: --out taken is a folder; name a file in it",
 }
 
 
@@ -149,6 +185,53 @@ def test_status_of_a_job_that_failed_says_why(capsys):
     events.close()
     assert shoal("status") == 0
     assert capsys.readouterr().out.startswith("broken: failed (ScriptFailed: train.py, line 3: ValueError: one), ")
+
+
+def test_status_of_a_job_that_was_killed_says_how_to_go_on(capsys):
+    RunDir.create("runs/a", {})
+    assert shoal("status", "runs/a") == 0
+    said = capsys.readouterr().out
+    assert said.startswith("runs/a: not running (it was killed, or has not begun; go on with shoal resume runs/a), ")
+
+
+@pytest.mark.parametrize("command", ["status", "top", "audit", "report", "web"])
+def test_records_of_a_newer_version_are_not_guessed_at(command, capsys):
+    run_dir = RunDir.create("runs/a", {"version": "99.1"})
+    assert shoal(command, "runs/a") == 2
+    assert capsys.readouterr().err.startswith("shoal: RunDirUnusable: the job was run by shoal 99.1, this is ")
+    assert not (run_dir.path / "report.html").exists()
+
+
+def test_summary_tells_steps_that_train_apart_from_evaluations(monkeypatch):
+    from shoal.data import audit
+
+    run_dir = RunDir.create("runs/a", {})
+    events = EventLog(run_dir.events)
+    events.write(1.0, "generation", number=1, members=["w0"], leavers=[], fault=False, paused=False, cause="w0 joined")
+    events.write(2.0, "finished", worker_id="w0")
+    events.close()
+    found = audit.AuditReport(40, 1200, 0, 0, 0, 0, [], evaluated_steps=15, evaluated_samples=900)
+    monkeypatch.setattr(audit, "audit", lambda *_: found)
+    line, audited = job._summary(run_dir, Ending(), 3.0)
+    assert line == (
+        "finished: trained 25 steps, 300 samples in 3.0 s; evaluated or predicted 15 steps, 900 samples; "
+        "1 generation, 0 workers lost"
+    )
+    assert audited.endswith("(40 steps, 15 of them without training, 1,200 samples, 0 steps redone)")
+
+
+@pytest.mark.parametrize("command", [each.callback.__name__ for each in cli.app.registered_commands])
+def test_no_two_options_of_a_command_have_the_same_name(command):
+    params = typer.main.get_command(cli.app).commands[command].params
+    names = [name for param in params for name in (*param.opts, *param.secondary_opts)]
+    assert len(names) == len(set(names))
+
+
+def test_a_path_is_shown_without_detours_unless_it_is_another_place_then(tmp_path):
+    assert normalized(Path("a/./b/../c")) == Path("a/c")
+    (tmp_path / "far" / "away").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("far/away")
+    assert normalized(Path("link/../c")) == Path("link/../c")
 
 
 def test_job_that_runs_and_does_not_answer_is_not_taken_for_an_ended_one(capsys, monkeypatch):

@@ -254,7 +254,7 @@ cli.main(["run", "-n", "1", "--dir", "run", "--quiet", "train.py"])
 """
     ran = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0
-    assert ran.stderr.startswith("finished: 25 steps, 300 samples in ")
+    assert ran.stderr.startswith("finished: trained 25 steps, 300 samples in ")
 
 
 def test_a_job_of_one_process_says_where_its_run_directory_is(tmp_path: Path) -> None:
