@@ -14,7 +14,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-from shoal import errors
+from shoal import errors, given
 
 DEFAULT_BATCH = 32
 # Which functions each action needs; `metrics` is wanted by `train` too, `schedulers` and `callbacks` may be there.
@@ -56,15 +56,20 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.batch_size is not None and self.global_batch is not None:
             raise errors.SettingsContradict("batch_size and global_batch are both given; give one of them")
-        if self.epochs < 1 or self.evaluate_every < 0 or self.loaders < 0 or self.accumulate < 1:
-            raise errors.SettingsContradict(
-                f"epochs {self.epochs}, evaluate_every {self.evaluate_every}, loaders {self.loaders}, accumulate "
-                f"{self.accumulate}: epochs and accumulate are 1 or more, the others 0 or more"
-            )
+        lowest = {"epochs": 1, "batch_size": 1, "global_batch": 1, "accumulate": 1, "evaluate_every": 0, "loaders": 0}
+        for name, least in lowest.items():
+            if (number := getattr(self, name)) is not None and number < least:
+                raise errors.SettingsContradict(f"{name} is {number}; write {least} or more")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise errors.SettingsContradict(f"clip_norm is {self.clip_norm:g}; write a number above 0")
 
     def args(self) -> tuple[str, ...]:
         """For the runner."""
         return (json.dumps(asdict(self)),)
+
+
+# What a user may give by name.
+TRAINING = frozenset(field.name for field in fields(Recipe)) - {"file", "action", "out"}
 
 
 def read_config(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -83,12 +88,8 @@ def read_config(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def with_values(recipe: Recipe, values: dict[str, Any], where: str) -> Recipe:
-    """The recipe with some of its values replaced. Raises SettingsContradict for a name that it has not."""
-    known = {field.name for field in fields(Recipe)} - {"file", "action", "out"}
-    for name in values:
-        if name not in known:
-            raise errors.SettingsContradict(f"{where} has {name!r}; there are {', '.join(sorted(known))}")
-    return replace(recipe, **values)
+    """The recipe with some of its values replaced. Raises SettingsContradict for what it cannot be given."""
+    return replace(recipe, **given.fitted(values, Recipe, TRAINING, where))
 
 
 def check_model_file(path: Path, action: str) -> None:

@@ -13,7 +13,7 @@ import shoal
 
 ROOT = Path(shoal.__file__).parent
 LAYERS = [
-    ("errors", "metrics", "process", "seconds", "wording", "checkpoints", "recipe"),
+    ("errors", "metrics", "process", "seconds", "wording", "checkpoints", "given", "recipe"),
     ("data",),
     ("control",),
     ("sync",),

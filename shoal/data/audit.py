@@ -134,15 +134,29 @@ class AuditReport:
     skipped_steps: int
     redone: int
     mismatches: list[str]
+    # Of the steps and samples, those of passes that learn nothing: evaluations and predictions.
+    evaluated_steps: int = 0
+    evaluated_samples: int = 0
+
+    @property
+    def trained_steps(self) -> int:
+        return self.steps - self.evaluated_steps
+
+    @property
+    def trained_samples(self) -> int:
+        return self.samples - self.evaluated_samples
 
     @property
     def clean(self) -> bool:
         return not (self.lost or self.repeated or self.mismatches)
 
     def __str__(self) -> str:
+        steps = counted(self.steps, "step")
+        if self.evaluated_steps:
+            steps += f", {self.evaluated_steps:,} of them without training"
         return (
             f"audit: {self.lost:,} lost, {self.repeated:,} repeated, {self.skipped_steps:,} skipped "
-            f"({counted(self.steps, 'step')}, {counted(self.samples, 'sample')}, {counted(self.redone, 'step')} redone)"
+            f"({steps}, {counted(self.samples, 'sample')}, {counted(self.redone, 'step')} redone)"
         )
 
 
@@ -174,6 +188,8 @@ def audit(directory: Path, committed_seq: int | None) -> AuditReport:
         _check_leased(pass_, leased[leased["pass_index"] == pass_.index], findings) for pass_ in _leased(directory)
     ]
     own_steps, own_samples, own_skipped, own_redone = np.sum(counts, axis=0, dtype=int).tolist() if counts else [0] * 4
+    only_used = [index for index, pass_ in passes.items() if pass_ is not None and not pass_.train]
+    evaluated = records[np.isin(records["pass_index"], only_used)]
     lines = findings.lines
     if len(lines) > _LINES_SHOWN:
         lines = [*lines[:_LINES_SHOWN], f"and {len(lines) - _LINES_SHOWN:,} more"]
@@ -185,6 +201,8 @@ def audit(directory: Path, committed_seq: int | None) -> AuditReport:
         skipped_steps=len(np.unique(records["seq"][records["skipped"] != 0])) + own_skipped,
         redone=redone + taken_back + own_redone,
         mismatches=lines,
+        evaluated_steps=len(np.unique(evaluated["seq"])),
+        evaluated_samples=int((evaluated["hi"] - evaluated["lo"]).sum()),
     )
 
 

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -20,46 +16,19 @@ from shoal import checkpoints, errors
 from shoal.control import client
 from shoal.control.coordinator import OnError
 from shoal.control.environment import WorkerEnvironment
-from shoal.control.membership import MAX_SLOTS, REFUSABLE, SetTarget, Stop
+from shoal.control.membership import REFUSABLE, SetTarget, Stop
 from shoal.control.rundir import Committed, RunDir
 from shoal.control.timeouts import Timeouts
-from shoal.data.progress import Passes
+from shoal.launch.coordinator import CoordinatorKeeper
 from shoal.launch.launcher import Exit, Failure, Launcher
-from shoal.launch.relaunch import GiveUp, Relaunch, Start, Succession, ends_job
-from shoal.launch.screen import Screen, transition_line
-from shoal.launch.tail import LOG_LIMIT_BYTES, Tail, bound
+from shoal.launch.output import Output
+from shoal.launch.relaunch import GiveUp, Relaunch, Start, ends_job
+from shoal.launch.screen import Screen
+from shoal.launch.settings import Size
+from shoal.launch.tail import LOG_LIMIT_BYTES
 from shoal.metrics import read_events
 
-_POLL_S = 0.1  # between two looks for output while some comes
-_IDLE_POLL_S = 0.5  # while none does: each look wakes a process that would sleep
-_LIVE_PROGRESS_S = 0.5
-_PLAIN_PROGRESS_S = 5.0
 _LAST_WORD_S = 2.0  # from the last worker's end until the coordinator has said that the job is over
-
-
-@dataclass(frozen=True)
-class Size:
-    """How many workers: the job pauses below `min` and starts with `target`."""
-
-    min: int
-    max: int
-    target: int
-
-
-def parse_size(text: str, cores: int) -> Size:
-    """`4` is a target of 4 with everything from 1 up allowed; `2:8` stays between and aims at the number of cores."""
-    try:
-        low, high = (int(part) for part in text.split(":")) if ":" in text else (1, MAX_SLOTS)
-        target = min(max(cores, low), high) if ":" in text else int(text)
-    except ValueError:
-        raise errors.SettingsContradict(f"-n {text} is not a number of workers; write -n 4, or -n 2:8") from None
-    if low > high:
-        raise errors.SettingsContradict(f"-n {text} asks for more at least than at most; write -n {high}:{low}")
-    if low < 1 or target < 1:
-        raise errors.SettingsContradict(f"-n {text} has no worker; a job needs 1 at least")
-    if max(target, high) > MAX_SLOTS:
-        raise errors.SettingsContradict(f"-n {text} is more than one host takes; {MAX_SLOTS} workers at most")
-    return Size(low, high, target)
 
 
 @dataclass(frozen=True)
@@ -82,87 +51,6 @@ class Ending:
     error: errors.ShoalError | None = None
     traceback: str | None = None
     signum: int | None = None
-
-
-class CoordinatorProcess:
-    """The coordinator, as a process that ends with this one. `after`: how the one before it ended."""
-
-    def __init__(
-        self, run_dir: RunDir, size: Size, timeouts: Timeouts, on_error: OnError, generation: int, after: str = ""
-    ) -> None:
-        """`generation`: the highest number used before, for a job that goes on."""
-        self._run_dir = run_dir
-        self.log = run_dir.logs / "coordinator.log"
-        options = {
-            "--dir": run_dir.path,
-            "--min": size.min,
-            "--max": size.max,
-            "--target": size.target,
-            "--budget": timeouts.budget_s,
-            "--on-error": on_error,
-            "--generation": generation,
-            "--after": after,
-            "--parent": os.getpid(),
-        }
-        command = [sys.executable, "-m", "shoal.control.coordinator"]
-        command += [str(word) for option in options.items() for word in option]
-        with open(self.log, "ab") as output:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,  # Ctrl-C in the terminal reaches the launcher only, which drains
-            )
-        self._pidfd = os.pidfd_open(self._process.pid)
-        self._began_s = time.monotonic()
-        self._hung = ""
-        self.ended = asyncio.Event()
-        asyncio.get_running_loop().add_reader(self._pidfd, self._on_end)
-
-    def _on_end(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._pidfd)
-        self._process.wait()
-        self.ended.set()
-
-    @property
-    def serves(self) -> bool:
-        """Whether it came to serve, also when it has ended since; not any more once another has begun."""
-        return self._run_dir.coordinator() == (self._process.pid, True)
-
-    @property
-    def lived_s(self) -> float:
-        return time.monotonic() - self._began_s
-
-    @property
-    def killed(self) -> bool:
-        return self._process.returncode is not None and self._process.returncode < 0
-
-    def how_it_ended(self) -> str:
-        if self._hung or not self.killed:
-            return self._hung or f"exit status {self._process.returncode}"
-        return f"killed by {signal.Signals(-self._process.returncode).name}"
-
-    def kill(self, why: str) -> None:
-        self._hung = why
-        signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-
-    def lost(self) -> errors.CoordinatorLost:
-        exit = Exit.of("", self._process.returncode)
-        said = self.log.read_text(errors="replace").split("\n") if exit.exit_code else []
-        last = next((f": {line.strip()[:300]}" for line in reversed(said) if line.strip()), "")
-        return errors.CoordinatorLost(f"the coordinator ended with {exit}{last}; see {self.log}")
-
-    async def close(self, grace_s: float) -> None:
-        for signum in (signal.SIGTERM, signal.SIGKILL):
-            if not self.ended.is_set():
-                signal.pidfd_send_signal(self._pidfd, signum)
-                with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self.ended.wait(), grace_s)
-        self.release()
-
-    def release(self) -> None:
-        os.close(self._pidfd)
 
 
 def clear_shared_memory(loaders: Path) -> None:
@@ -194,15 +82,12 @@ class Job:
         log_limit_bytes: int = LOG_LIMIT_BYTES,
     ) -> None:
         self._run_dir, self._size, self._timeouts = run_dir, size, timeouts
-        self._log_limit_bytes = log_limit_bytes
-        self._bounding: asyncio.Future[bool] | None = None
         self._relaunch, self._on_error = relaunch, on_error
         self._environment = environment
         self._screen = screen
         self._host = socket.gethostname()
         self._finishing = False
         self._origin = origin
-        self._succession = Succession()
         self._target_heard = -1  # its number
         self._next_number = origin.next_worker
         self._live: dict[str, int] = {}  # worker id → pid
@@ -212,8 +97,7 @@ class Job:
         self._doubtful: dict[str, Ending] = {}  # whose failure ends the job, unless they are excused
         self._delayed: list[asyncio.Task[None]] = []  # starts that wait for their time, and may be called off
         self._starting = 0
-        self._events = Tail(run_dir.events)
-        self._tails: dict[str, Tail] = {}
+        self._output = Output(run_dir, screen, self._live, log_limit_bytes)
         self._ending: Ending | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -224,8 +108,9 @@ class Job:
         """
         self._loop = asyncio.get_running_loop()
         self._over = asyncio.Event()
-        list(self._events.lines())  # of a job that goes on, what happened before was shown then
-        self._start_coordinator()
+        self._coordinator = CoordinatorKeeper(
+            self._run_dir, self._size, self._timeouts, self._on_error, self._origin.generation
+        )
         self._launcher = make_launcher(on_exit=self._on_exit, on_failure=self._on_failure, on_lost=self._on_lost)
         self._link: client.LauncherClient | None = None
         with self._signals():
@@ -270,37 +155,13 @@ class Job:
             on_stop=self._on_loop(self._on_stop),
         )
         self._link.start()
-        self._spawn(self._show_output())
-        self._spawn(self._show_progress())
-        self._spawn(self._watch_coordinator())
-
-    def _start_coordinator(self, after: str = "") -> None:
-        self._coordinator = CoordinatorProcess(
-            self._run_dir, self._size, self._timeouts, self._on_error, self._origin.generation, after
-        )
+        self._spawn(self._output.show_lines())
+        self._spawn(self._output.show_progress())
+        self._spawn(self._coordinator.watch())
 
     async def _keep_coordinator(self) -> None:
-        """Follow each that ends by another, while workers train on."""
-        while True:
-            ended = self._coordinator
-            await ended.ended.wait()
-            self._succession, decision = self._succession.on_end(ended.killed, ended.serves, ended.lived_s)
-            if isinstance(decision, GiveUp):
-                return self._end(Ending(error=ended.lost()), grace_s=0.0)
-            await asyncio.sleep(decision.delay_s)
-            self._start_coordinator(after=ended.how_it_ended())
-            ended.release()
-
-    async def _watch_coordinator(self) -> None:
-        """One that hangs is killed, and followed by another. Nobody is told what it may decide when it wakes up."""
-        while True:
-            await asyncio.sleep(self._timeouts.budget_s)
-            watched, within_s = self._coordinator, self._timeouts.command_s
-            try:
-                await asyncio.to_thread(client.status, self._run_dir, within_s)
-            except errors.JobNotFound:
-                if watched is self._coordinator and not watched.ended.is_set():
-                    watched.kill(f"no answer for {within_s:g} s")
+        lost = await self._coordinator.keep()
+        self._end(Ending(error=lost), grace_s=0.0)
 
     def _end(self, ending: Ending, grace_s: float) -> None:
         """Stop all workers and be over. The first reason counts."""
@@ -326,8 +187,7 @@ class Job:
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
-        if self._bounding is not None:
-            await asyncio.wait([self._bounding])  # a log's last lines are read when its head is off
+        await self._output.settle()
         committed = await self._launcher.close() or self._origin.committed
         if committed is not None:
             self._run_dir.write_committed(committed)
@@ -340,8 +200,7 @@ class Job:
         await asyncio.gather(self._keeper, return_exceptions=True)
         await self._coordinator.close(self._timeouts.budget_s)
         self._run_dir.remove_drafts()
-        self._echo(last=True)
-        self._screen.close()
+        self._output.close()
 
     def _with_last_words(self, ending: Ending) -> Ending:
         """A worker may have told the coordinator, and not the launcher, why it failed."""
@@ -424,14 +283,13 @@ class Job:
         finally:
             self._starting -= 1
         self._live[worker_id] = pid
-        self._tails[worker_id] = Tail(self._run_dir.logs / f"{worker_id}.log")
+        self._output.follow(worker_id)
         if self._link is not None:
             self._link.started(worker_id, pid)
 
     def _on_failure(self, failure: Failure) -> None:
         self._failures.setdefault(failure.worker_id, failure)
-        if failure.worker_id in self._tails:
-            self._tails[failure.worker_id].cut(failure.log_bytes)
+        self._output.cut(failure.worker_id, failure.log_bytes)
 
     def _on_exit(self, exit: Exit) -> None:
         failure = self._failures.get(exit.worker_id)
@@ -509,56 +367,6 @@ class Job:
     def _tell_stop(self, reason: str) -> None:
         with contextlib.suppress(errors.JobNotFound):  # it ended meanwhile, or hangs: the workers get a signal too
             client.stop(self._run_dir, reason, self._timeouts.budget_s)
-
-    # ---- what the user sees
-
-    async def _show_output(self) -> None:
-        pause_s = _POLL_S
-        while True:
-            pause_s = _POLL_S if self._echo() else min(1.5 * pause_s, _IDLE_POLL_S)
-            await self._bound_logs()
-            await asyncio.sleep(pause_s)
-
-    async def _bound_logs(self) -> None:
-        for worker_id in list(self._tails):
-            log = self._run_dir.logs / f"{worker_id}.log"
-            with contextlib.suppress(OSError):  # not there yet; or the disk is full, which must not end the job
-                if log.stat().st_size > self._log_limit_bytes:
-                    # In a thread: it copies, and a death in that time must be told at once.
-                    self._bounding = asyncio.ensure_future(asyncio.to_thread(bound, log, self._log_limit_bytes))
-                    await asyncio.shield(self._bounding)
-
-    def _echo(self, last: bool = False) -> bool:
-        """Show what is new. Whether there was anything."""
-        shown = False
-        for worker_id, tail in list(self._tails.items()):
-            gone = worker_id not in self._live
-            for line in tail.lines(last=last or gone):
-                self._screen.echo(worker_id, line)
-                shown = True
-            if gone or last:
-                self._tails.pop(worker_id).close()
-        for line in self._events.lines():
-            shown = True
-            transition = transition_line(json.loads(line))
-            if transition is not None:
-                self._screen.tell(transition)
-        if last:
-            self._events.close()
-        return shown
-
-    async def _show_progress(self) -> None:
-        every_s = _LIVE_PROGRESS_S if self._screen.live else _PLAIN_PROGRESS_S
-        passes = Passes(self._run_dir.audit)
-        newest = 0
-        with client.Commands(self._run_dir) as coordinator:
-            while True:
-                await asyncio.sleep(every_s)
-                with contextlib.suppress(errors.JobNotFound):  # it does not answer just now
-                    status = await asyncio.to_thread(coordinator.status, every_s)
-                    if status["seq"] >= newest:  # a coordinator that has just come does not know yet
-                        newest = status["seq"]
-                        self._screen.progress(status, passes.progress(status))
 
     # ---- tasks
 

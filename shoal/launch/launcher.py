@@ -35,7 +35,7 @@ class Exit:
     def __str__(self) -> str:
         if self.signal is not None:
             return f"signal {self.signal}"
-        return "lost" if self.exit_code is None else f"exit status {self.exit_code}"
+        return f"exit status {'unknown' if self.exit_code is None else self.exit_code}"
 
 
 @dataclass(frozen=True)

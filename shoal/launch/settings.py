@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -9,14 +10,46 @@ from typing import Any
 
 from shoal import __version__, errors
 from shoal.checkpoints import DEFAULT_EVERY, DEFAULT_KEEP, Every
+from shoal.control import prometheus
 from shoal.control.coordinator import OnError
+from shoal.control.membership import MAX_SLOTS
 from shoal.control.timeouts import DEFAULT_BUDGET_S, Timeouts
-from shoal.launch.job import Size
 from shoal.launch.relaunch import Relaunch, default_restarts
 from shoal.launch.tail import LOG_LIMIT_BYTES
 
 # Whose run directories can be gone on with.
 _OLDEST = "0.2.0"
+# What the command line finds out by itself.
+_FOUND_OUT = {"script", "args", "cwd", "min", "max", "target", "version"}
+
+
+@dataclass(frozen=True)
+class Size:
+    """How many workers: the job pauses below `min` and starts with `target`."""
+
+    min: int
+    max: int
+    target: int
+
+
+def parse_size(text: str, cores: int, called: str = "-n") -> Size:
+    """`4` is a target of 4 with everything from 1 up allowed; `2:8` stays between and aims at the number of cores."""
+    try:
+        low, high = (int(part) for part in text.split(":")) if ":" in text else (1, MAX_SLOTS)
+        target = min(max(cores, low), high) if ":" in text else int(text)
+    except ValueError:
+        raise errors.SettingsContradict(
+            f"{called} {text} is not a number of workers; write {called} 4, or {called} 2:8"
+        ) from None
+    if low > high:
+        raise errors.SettingsContradict(
+            f"{called} {text} asks for more at least than at most; write {called} {high}:{low}"
+        )
+    if low < 1 or target < 1:
+        raise errors.SettingsContradict(f"{called} {text} has no worker; a job needs 1 at least")
+    if max(target, high) > MAX_SLOTS:
+        raise errors.SettingsContradict(f"{called} {text} is more than one host takes; {MAX_SLOTS} workers at most")
+    return Size(low, high, target)
 
 
 @dataclass(frozen=True)
@@ -50,26 +83,38 @@ class JobSettings:
             )
         if self.threads is not None and self.threads < 1:
             raise errors.SettingsContradict(f"--threads {self.threads} is below 1; leave it out to divide the cores")
-        if self.backoff_s < 0:
+        if not 0 <= self.backoff_s < math.inf:
             raise errors.SettingsContradict(
-                f"--backoff {self.backoff_s:g} is below 0; 0 replaces a dead worker at once"
+                f"--backoff {self.backoff_s:g} is not a number of seconds from 0 up; 0 replaces a dead worker at once"
             )
+        for name, size_bytes in (("memory_bytes", self.memory_bytes), ("log_bytes", self.log_bytes)):
+            if size_bytes is not None and size_bytes < 1:
+                raise errors.SettingsContradict(f"{name} is {size_bytes}; write a number of bytes from 1 up")
         if self.checkpoint_keep < 1:
             raise errors.SettingsContradict(f"--keep {self.checkpoint_keep} is below 1; keep one checkpoint at least")
         Every.parse(self.checkpoint_every)
+        Timeouts(self.budget_s)
+        if self.metrics_port is not None:
+            prometheus.parse_address(self.metrics_port)
+
+    @classmethod
+    def names(cls) -> set[str]:
+        """Of the settings that a user may give by name."""
+        return {field.name for field in fields(cls)} - _FOUND_OUT
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> JobSettings:
-        """From a run directory. RunDirUnusable if it is of a newer version."""
-        version = str(values.get("version", __version__))
-        if _ordered(version) > _ordered(__version__):
-            raise errors.RunDirUnusable(f"the job was run by shoal {version}, this is {__version__}; use the newer one")
+        """From a run directory. RunDirUnusable if it is of another version, or of none."""
+        refuse_newer(values)
+        version = _version(values)
         if _ordered(version) < _ordered(_OLDEST):
             raise errors.RunDirUnusable(
                 f"the job was run by shoal {version}, whose records this one ({__version__}) does not read; begin a "
                 "new job from its weights with shoal run --init-from"
             )
         known = {field.name: values[field.name] for field in fields(cls) if field.name in values}
+        if "script" not in known:
+            raise errors.RunDirUnusable("the run directory does not say which script it is of; begin a new job")
         return cls(**{**known, "args": tuple(known.get("args", ())), "version": __version__})
 
     @property
@@ -84,6 +129,17 @@ class JobSettings:
     def relaunch(self) -> Relaunch:
         budget = self.restarts if self.restarts is not None else default_restarts(self.target)
         return Relaunch(budget, first_delay_s=self.backoff_s)
+
+
+def refuse_newer(values: Mapping[str, Any]) -> None:
+    """RunDirUnusable if a run directory with these settings is of a newer version, whose records may differ."""
+    version = _version(values)
+    if _ordered(version) > _ordered(__version__):
+        raise errors.RunDirUnusable(f"the job was run by shoal {version}, this is {__version__}; use the newer one")
+
+
+def _version(values: Mapping[str, Any]) -> str:
+    return str(values.get("version", __version__))
 
 
 def _ordered(version: str) -> tuple[int, ...]:

@@ -27,6 +27,7 @@ from shoal.errors import CheckpointUnusable
 from shoal.sync.record import Record
 from shoal.sync.replica import Replica
 from shoal.sync.sync import State
+from shoal.wording import amount
 
 _DTYPES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32", torch.int64: "I64",
@@ -151,7 +152,7 @@ class Saver:
         took_s = time.perf_counter() - began_s
         self._tell(
             "checkpointed",
-            f"step {moment.record.step:,}, {size_bytes / 1e6:,.1f} MB in {took_s:.2f} s",
+            f"step {moment.record.step:,}, {amount(size_bytes)} in {took_s:.2f} s",
             {
                 "step": moment.record.step,
                 "seq": moment.seq,

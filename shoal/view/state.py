@@ -46,7 +46,7 @@ def _left(run_dir: RunDir) -> dict[str, Any]:
     committed = run_dir.committed()
     if committed is None:  # it was killed, or its coordinator was: what its workers wrote down is all there is
         report = audited(run_dir)
-        committed = Committed(0, report.steps, 0, report.samples, None)
+        committed = Committed(0, report.trained_steps, 0, report.trained_samples, None)
     settings = run_dir.settings()
     return {
         "dir": str(run_dir.path),
@@ -89,7 +89,10 @@ def how_it_ended(events: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
 def line_of(name: str, state: Mapping[str, Any]) -> str:
     """One line for people."""
     progress = Progress(**state["progress"]) if state["progress"] else None
-    phase = f"{state['phase']} ({state['reason']})" if state["reason"] else state["phase"]
+    reason = state["reason"]
+    if state["phase"] == "not running":
+        reason += f"; go on with shoal resume {name}"
+    phase = f"{state['phase']} ({reason})" if reason else state["phase"]
     parts = [phase, f"generation {state['generation']}", epoch_of(state, progress), f"step {state['step']:,}"]
     parts.append(counted(state["samples"], "sample"))
     if state["phase"] == "running":

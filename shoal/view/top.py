@@ -212,7 +212,8 @@ def _head(snapshot: Snapshot, width: int, plain: bool) -> Iterator[Text]:
         total.update(snapshot.history.spent(worker["worker_id"]))
     if any(total.values()):
         yield _labelled("time", _shares(total, wide))
-        yield _labelled("", _legend(total))
+        for line in _legend(total, width - _LABEL):
+            yield _labelled("", line)
 
 
 def _progress(snapshot: Snapshot, status: Mapping[str, Any], wide: int, plain: bool) -> Iterator[Text]:
@@ -331,15 +332,21 @@ def _shares(seconds: Mapping[str, float], width: int) -> Text:
     return drawn
 
 
-def _legend(seconds: Mapping[str, float]) -> Text:
-    """The largest parts first: they are the last to be cut off."""
+def _legend(seconds: Mapping[str, float], width: int) -> list[Text]:
+    """Two lines at most, each part of them whole; the largest first, for the others may find no room."""
     whole = sum(seconds.values())
-    shown = Text()
+    lines = [Text()]
     for name in sorted(CATEGORIES, key=lambda name: -seconds.get(name, 0.0)):
         letter, color = CATEGORIES[name]
-        if seconds.get(name, 0.0) >= whole / 200:
-            shown += Text(letter, style=f"black on {color}") + f" {name} {seconds[name] / whole:.0%}  "
-    return shown
+        if seconds.get(name, 0.0) < whole / 200:
+            continue
+        part = Text(letter, style=f"black on {color}") + f" {name} {seconds[name] / whole:.0%}"
+        if lines[-1] and lines[-1].cell_len + 2 + part.cell_len > width:
+            if len(lines) == 2:
+                break
+            lines.append(Text())
+        lines[-1] += Text("  " if lines[-1] else "") + part
+    return lines
 
 
 # ---- a loop ----------------------------------------------------------------------------------------------------------

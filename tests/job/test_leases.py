@@ -77,7 +77,7 @@ def test_a_slow_worker_keeps_nobody_waiting_and_the_others_use_more_samples(tmp_
     assert read(RunDir.open(job.directory)).steps == result.audit.steps
     state = state_of(RunDir.open(job.directory))
     assert state["progress"]["done"] == state["progress"]["total"] == state["samples"] == 12 * SAMPLES
-    assert "finished: 576 steps, 5,760 samples" in result.output
+    assert "finished: trained 576 steps, 5,760 samples" in result.output
     told = [path.read_text().count("no checkpoints are taken") for path in RunDir(job.directory).logs.glob("*.log")]
     assert sum(told) == 1
 

@@ -8,11 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 
 from shoal import cli, errors
-from shoal.control import client
+from shoal.cli import job
+from shoal.cli.options import normalized, parse_bytes
+from shoal.control import client, rundir
 from shoal.control.rundir import Committed, RunDir
-from shoal.launch.job import Size, parse_size
+from shoal.launch.job import Ending
+from shoal.launch.settings import Size, parse_size
 from shoal.metrics import EventLog
 from shoal.view import state
 
@@ -24,6 +28,8 @@ def _in_an_empty_directory(tmp_path, monkeypatch):
     (tmp_path / "broken.py").write_text("x = 1\ndef f(:\n")
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "something").touch()
+    (tmp_path / "model.py").write_text("model = loss = optimizer = dataset = metrics = print\n")
+    (tmp_path / "job.toml").write_text('[job]\nthreads = "two"\n')
     RunDir.create(tmp_path / "other", {})
 
 
@@ -68,6 +74,8 @@ MISTAKES = {
     "stop": "JobNotFound:",
     "audit nowhere": "JobNotFound:",
     "report nowhere": "JobNotFound:",
+    "status taken/../nowhere": "JobNotFound: no job at nowhere or shoal-runs/nowhere",
+    "scale taken/../nowhere 2": "JobNotFound: no job at nowhere or shoal-runs/nowhere",
     "status /nowhere": "JobNotFound: no job at /nowhere; name a run directory",
     "events nowhere": "JobNotFound:",
     "top nowhere": "JobNotFound:",
@@ -76,7 +84,36 @@ MISTAKES = {
     "logs other --worker w9": "JobNotFound: no log of w9 in",
     "scale other 2": "JobNotFound: other has ended",
     "scale other two": "SettingsContradict: cannot scale to two",
-    "scale other 0": "SettingsContradict: cannot scale to 0",
+    "scale other 0": "SettingsContradict: cannot scale to 0: write a number of workers from 1 to 256",
+    "scale other 257": "SettingsContradict: cannot scale to 257",
+    "scale other -12": "SettingsContradict: -12 is taken for an option, which shoal scale does not have; write",
+    "scale other 2 --no-such": "SettingsContradict: No such option: --no-such; see shoal scale --help",
+    "resume other": "RunDirUnusable: the run directory does not say which script",
+    "web other --port 99999": "SettingsContradict: --port 99999 cannot be; write a number from 0 to 65535",
+    "web other --port -1": "SettingsContradict: --port -1 cannot be",
+    "logs other -n -1": "SettingsContradict: --lines -1 cannot be; write 0 or more",
+    "top other --interval 0": "SettingsContradict: --interval 0 cannot be",
+    "top other --interval nan": "SettingsContradict: --interval nan cannot be",
+    "run --backoff nan train.py": "SettingsContradict: --backoff nan is not a number of seconds",
+    "run --keep 0 train.py": "SettingsContradict: --keep 0 is below 1",
+    "run --checkpoint-every 0 train.py": "SettingsContradict: --checkpoint-every 0",
+    "run taken/../nowhere.py": "ScriptFailed: nowhere.py does not exist",
+    "train model.py --epochs 0": "SettingsContradict: epochs is 0; write 1 or more",
+    "train model.py --batch-size 0": "SettingsContradict: batch_size is 0; write 1 or more",
+    "train model.py --loaders -1": "SettingsContradict: loaders is -1; write 0 or more",
+    "train model.py --set clip_norm=0": "SettingsContradict: clip_norm is 0; write a number above 0",
+    "train model.py --set epochs=many": "SettingsContradict: --set has epochs = 'many'; write a whole number",
+    "train model.py --set shuffle=False": "SettingsContradict: --set has shuffle = 'False'; write true or false",
+    "train model.py --set on_error=go": "SettingsContradict: --set has on_error = 'go'; write stop or relaunch",
+    "train model.py --set epocs=1": "SettingsContradict: --set has 'epocs'; there are accumulate, backoff_s",
+    "train model.py --set min=1": "SettingsContradict: --set has 'min'; there are",
+    "train model.py --set workers=0": "SettingsContradict: workers = 0 has no worker",
+    "train model.py --set budget_s=0": "SettingsContradict: --budget is 0",
+    "train model.py --set log_bytes=0": "SettingsContradict: log_bytes is 0; write a number of bytes from 1 up",
+    "train model.py --set metrics_port=70000": "SettingsContradict: --metrics-port 70000 is not a port",
+    "train model.py --config job.toml": "SettingsContradict: job.toml [job] has threads = 'two'; write a whole number",
+    "predict model.py --from x --out no/p.npy": "SettingsContradict: --out no/p.npy: there is no folder no; make it",
+    "predict model.py --from x --out taken/../taken": "SettingsContradict: --out taken is a folder; name a file in it",
 }
 
 
@@ -109,14 +146,14 @@ def test_number_of_workers_is_a_target_or_a_range(text, cores, size):
     ("text", "size_bytes"), [("2G", 2 << 30), ("512m", 512 << 20), ("1.5GiB", 3 << 29), ("100", 100), ("1 KB", 1024)]
 )
 def test_memory_is_read_in_powers_of_1024(text, size_bytes):
-    assert cli.parse_bytes(text) == size_bytes
+    assert parse_bytes(text) == size_bytes
 
 
 def test_error_that_is_no_mistake_of_the_user_exits_with_1(monkeypatch, capsys):
     def lose(*_: object) -> RunDir:
         raise errors.CoordinatorLost("silent\nfor 5 s")
 
-    monkeypatch.setattr(cli.rundir, "find", lose)
+    monkeypatch.setattr(rundir, "find", lose)
     assert shoal("stop") == 1
     assert capsys.readouterr().err == "shoal: CoordinatorLost: silent for 5 s\n"
 
@@ -148,6 +185,53 @@ def test_status_of_a_job_that_failed_says_why(capsys):
     events.close()
     assert shoal("status") == 0
     assert capsys.readouterr().out.startswith("broken: failed (ScriptFailed: train.py, line 3: ValueError: one), ")
+
+
+def test_status_of_a_job_that_was_killed_says_how_to_go_on(capsys):
+    RunDir.create("runs/a", {})
+    assert shoal("status", "runs/a") == 0
+    said = capsys.readouterr().out
+    assert said.startswith("runs/a: not running (it was killed, or has not begun; go on with shoal resume runs/a), ")
+
+
+@pytest.mark.parametrize("command", ["status", "top", "audit", "report", "web"])
+def test_records_of_a_newer_version_are_not_guessed_at(command, capsys):
+    run_dir = RunDir.create("runs/a", {"version": "99.1"})
+    assert shoal(command, "runs/a") == 2
+    assert capsys.readouterr().err.startswith("shoal: RunDirUnusable: the job was run by shoal 99.1, this is ")
+    assert not (run_dir.path / "report.html").exists()
+
+
+def test_summary_tells_steps_that_train_apart_from_evaluations(monkeypatch):
+    from shoal.data import audit
+
+    run_dir = RunDir.create("runs/a", {})
+    events = EventLog(run_dir.events)
+    events.write(1.0, "generation", number=1, members=["w0"], leavers=[], fault=False, paused=False, cause="w0 joined")
+    events.write(2.0, "finished", worker_id="w0")
+    events.close()
+    found = audit.AuditReport(40, 1200, 0, 0, 0, 0, [], evaluated_steps=15, evaluated_samples=900)
+    monkeypatch.setattr(audit, "audit", lambda *_: found)
+    line, audited = job._summary(run_dir, Ending(), 3.0)
+    assert line == (
+        "finished: trained 25 steps, 300 samples in 3.0 s; evaluated or predicted 15 steps, 900 samples; "
+        "1 generation, 0 workers lost"
+    )
+    assert audited.endswith("(40 steps, 15 of them without training, 1,200 samples, 0 steps redone)")
+
+
+@pytest.mark.parametrize("command", [each.callback.__name__ for each in cli.app.registered_commands])
+def test_no_two_options_of_a_command_have_the_same_name(command):
+    params = typer.main.get_command(cli.app).commands[command].params
+    names = [name for param in params for name in (*param.opts, *param.secondary_opts)]
+    assert len(names) == len(set(names))
+
+
+def test_a_path_is_shown_without_detours_unless_it_is_another_place_then(tmp_path):
+    assert normalized(Path("a/./b/../c")) == Path("a/c")
+    (tmp_path / "far" / "away").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("far/away")
+    assert normalized(Path("link/../c")) == Path("link/../c")
 
 
 def test_job_that_runs_and_does_not_answer_is_not_taken_for_an_ended_one(capsys, monkeypatch):
@@ -191,20 +275,20 @@ def test_audit_exits_with_1_when_not_clean(monkeypatch, capsys):
 
 def test_command_line_does_not_import_torch_numpy_or_grpc():
     code = "import sys, shoal.cli; print([name for name in ('torch', 'numpy', 'grpc') if name in sys.modules])"
-    path = str(Path(cli.__file__).parents[1])
+    path = str(Path(cli.__file__).parents[2])
     said = subprocess.run([sys.executable, "-c", code], cwd=path, capture_output=True, text=True, check=True)
     assert said.stdout == "[]\n"
 
 
 def test_importing_shoal_leaves_the_logging_of_a_script_alone():
     code = "import logging, shoal, shoal.train.worker, shoal.control.coordinator; print(logging.root.handlers)"
-    path = str(Path(cli.__file__).parents[1])
+    path = str(Path(cli.__file__).parents[2])
     said = subprocess.run([sys.executable, "-c", code], cwd=path, capture_output=True, text=True, check=True)
     assert said.stdout == "[]\n"
 
 
 def test_help_has_examples_and_runs_as_a_module():
-    path = str(Path(cli.__file__).parents[1])
+    path = str(Path(cli.__file__).parents[2])
     command = [sys.executable, "-m", "shoal", "run", "--help"]
     said = subprocess.run(command, cwd=path, capture_output=True, text=True, check=True)
     assert "shoal run -n 2:8 train.py" in said.stdout

@@ -240,20 +240,21 @@ def test_a_signal_in_the_closing_second_does_not_lose_the_summary(tmp_path: Path
     code = """
 import os, signal, sys
 from shoal import cli
+from shoal.cli import job
 
-summary = cli._summary
+summary = job._summary
 
 def interrupted(*given):
     for signum in (signal.SIGINT, signal.SIGTERM):
         os.kill(os.getpid(), signum)
     return summary(*given)
 
-cli._summary = interrupted
+job._summary = interrupted
 cli.main(["run", "-n", "1", "--dir", "run", "--quiet", "train.py"])
 """
     ran = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0
-    assert ran.stderr.startswith("finished: 25 steps, 300 samples in ")
+    assert ran.stderr.startswith("finished: trained 25 steps, 300 samples in ")
 
 
 def test_a_job_of_one_process_says_where_its_run_directory_is(tmp_path: Path) -> None:

@@ -80,7 +80,11 @@ def test_default_budget_grows_with_the_job():
 
 
 def test_exit_says_how():
-    assert [str(Exit("w0", 1)), str(Exit("w0", signal=9)), str(Exit("w0"))] == ["exit status 1", "signal 9", "lost"]
+    assert [str(Exit("w0", 1)), str(Exit("w0", signal=9)), str(Exit("w0"))] == [
+        "exit status 1",
+        "signal 9",
+        "exit status unknown",
+    ]
 
 
 def test_failure_becomes_the_named_error_or_a_failed_script():

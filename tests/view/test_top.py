@@ -208,3 +208,11 @@ def test_coordinator_that_begins_again_and_knows_less_is_not_a_step_back():
     found = history()
     found.add(Point(10.0, 0, 0, {}, {}))
     assert found.samples_rate() == pytest.approx(100.0)
+
+
+def test_legend_of_all_categories_is_whole_at_80_columns():
+    every = dict.fromkeys(CATEGORIES, 1.0)
+    lines = shown(snapshot(history=history({"w0": every})))
+    legend = " ".join(line.strip() for line in lines if "%" in line and "ETA" not in line)
+    assert all(f"{letter} {name} 12%" in legend for name, (letter, _) in CATEGORIES.items()), legend
+    assert "…" not in legend

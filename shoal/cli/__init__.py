@@ -1,0 +1,11 @@
+"""The command line. It never imports torch, so that it answers at once.
+
+Exit codes: 0 the job finished or was stopped; 2 something the user can put right, told in one line; 1 the job failed;
+128 + n after signal n.
+"""
+
+from shoal.cli.shell import app, main
+
+from shoal.cli import start, model_file, look, command  # isort: skip  # in the order of `shoal --help`
+
+__all__ = ["app", "command", "look", "main", "model_file", "start"]

@@ -1,0 +1,169 @@
+"""Commands that start a job, or go on with one."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, replace
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shoal import checkpoints, errors
+from shoal.cli.job import check_script, resumed, run_job
+from shoal.cli.options import DirOption, InitOption, JobArgument, QuietOption, WorkersOption, normalized, parse_bytes
+from shoal.cli.shell import app
+from shoal.control import prometheus, rundir
+from shoal.control.rundir import RunDir
+from shoal.control.timeouts import DEFAULT_BUDGET_S, Timeouts
+from shoal.launch.relaunch import Relaunch
+from shoal.launch.screen import Screen
+from shoal.launch.settings import JobSettings, parse_size
+from shoal.launch.tail import LOG_LIMIT_BYTES
+from shoal.metrics import read_events
+from shoal.view.state import how_it_ended
+
+
+class OnErrorChoice(str, Enum):
+    stop = "stop"
+    relaunch = "relaunch"
+
+
+@app.command(
+    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False},
+    epilog="""**Examples**
+
+`shoal run -n 4 train.py` — four workers
+
+`shoal run -n 2:8 train.py --lr 0.1` — elastic: pauses below two, grows to eight; what follows the script is its own
+
+`shoal run -n 4 --dir runs/a --memory 2G --threads 2 --no-pin train.py`
+
+Ctrl-C lets the workers finish their step and leave; Ctrl-C again kills them.""",
+)
+def run(
+    script: Annotated[
+        Path,
+        typer.Argument(metavar="SCRIPT", callback=normalized, help="The training script: it calls shoal.run(main)."),
+    ],
+    args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Arguments of the script.")] = None,
+    workers: WorkersOption = None,
+    directory: DirOption = None,
+    budget_s: Annotated[
+        float, typer.Option("--budget", metavar="SECONDS", help="How long an awaited worker may be silent.")
+    ] = DEFAULT_BUDGET_S,
+    on_error: Annotated[
+        OnErrorChoice, typer.Option(help="When the script raises in a worker: stop the job, or start another worker.")
+    ] = OnErrorChoice.stop,
+    restarts: Annotated[
+        int | None,
+        typer.Option(help="Failed workers within a minute before the job gives up; 10, or 3 for each worker."),
+    ] = None,
+    backoff: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", help="The pause before replacing a worker that died young; doubles each time."),
+    ] = Relaunch.first_delay_s,
+    memory: Annotated[
+        str | None,
+        typer.Option(metavar="BYTES", help="A cap on shared memory, as 2G; what the machine has if left out."),
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="torch threads of a worker; its share of the cores if left out.")
+    ] = None,
+    pin: Annotated[bool, typer.Option("--pin/--no-pin", help="Give each worker cores of its own.")] = True,
+    checkpoint_every: Annotated[
+        str,
+        typer.Option(
+            metavar="STEPS|TIME|off", help="Take a checkpoint so often: 500 steps, 30s, 10m, 2h; also at the end."
+        ),
+    ] = checkpoints.DEFAULT_EVERY,
+    keep: Annotated[int, typer.Option(help="How many checkpoints stay.")] = checkpoints.DEFAULT_KEEP,
+    init_from: InitOption = None,
+    log_size: Annotated[
+        str, typer.Option(metavar="BYTES", help="A worker's log keeps between this much and twice as much of its end.")
+    ] = f"{LOG_LIMIT_BYTES >> 20}M",
+    metrics_port: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[HOST:]PORT", help="Serve figures for Prometheus there, on loopback if no host is named."
+        ),
+    ] = None,
+    quiet: QuietOption = False,
+) -> int:
+    """Train with a script on this machine, while workers come and go."""
+    cores = len(os.sched_getaffinity(0))
+    size = parse_size(workers if workers is not None else str(cores), cores)
+    if metrics_port is not None:
+        prometheus.check_free(*prometheus.parse_address(metrics_port))
+    settings = JobSettings(
+        script=str(script.absolute()),
+        cwd=os.getcwd(),
+        args=tuple(args or ()),
+        min=size.min,
+        max=size.max,
+        target=size.target,
+        budget_s=Timeouts(budget_s).budget_s,
+        on_error=on_error.value,
+        restarts=restarts,
+        backoff_s=backoff,
+        memory_bytes=parse_bytes(memory) if memory is not None else None,
+        threads=threads,
+        pin=pin,
+        log_bytes=parse_bytes(log_size, "--log-size"),
+        metrics_port=metrics_port,
+        checkpoint_every=checkpoint_every,
+        checkpoint_keep=keep,
+        init_from=str(init_from.absolute()) if init_from is not None else "",
+    )
+    check_script(script)
+    if init_from is not None:
+        checkpoints.weights(init_from)
+    kept = asdict(settings)
+    run_dir = RunDir.create(directory, kept) if directory else rundir.create_default(script, kept)
+    with run_dir.held():
+        return run_job(run_dir, settings, Screen(quiet))
+
+
+@app.command(
+    epilog="""**Examples**
+
+`shoal resume` — go on with the newest job under ./shoal-runs
+
+`shoal resume runs/a -n 8` — with eight workers, whatever it had before"""
+)
+def resume(
+    job: JobArgument = None,
+    workers: Annotated[
+        str | None,
+        typer.Option("-n", "--workers", metavar="N|MIN:MAX", help="How many workers; as before if left out."),
+    ] = None,
+    quiet: QuietOption = False,
+) -> int:
+    """Go on with a job that has ended or was killed, from its newest checkpoint that is whole."""
+    run_dir = rundir.find(job)
+    settings = JobSettings.read(run_dir.settings())
+    if workers is not None:
+        size = parse_size(workers, len(os.sched_getaffinity(0)))
+        settings = replace(settings, min=size.min, max=size.max, target=size.target)
+    check_script(Path(settings.script))
+    screen = Screen(quiet)
+    with run_dir.held():
+        newest, damaged = checkpoints.newest_whole(run_dir.checkpoints)
+        for line in damaged:
+            screen.say(f"{line}; it is left out")
+        if newest is None and how_it_ended(read_events(run_dir.events))[0] == "finished":
+            raise errors.RunDirUnusable(
+                f"{run_dir.path} has finished and left no checkpoint to go on from; run it anew with shoal run"
+            )
+        if settings.cwd and Path.cwd() != Path(settings.cwd):
+            try:
+                os.chdir(settings.cwd)
+                screen.tell(f"in {settings.cwd}, where the job was started")
+            except OSError as problem:
+                screen.say(f"{settings.cwd}, where the job was started: {problem.strerror}; it goes on in {Path.cwd()}")
+        if newest is None:
+            screen.tell("there is no checkpoint to go on from: the job begins anew")
+        else:
+            screen.tell(f"going on from {newest.path.name}: step {newest.step:,}, epoch {newest.manifest['epoch']}")
+        return run_job(run_dir, settings, screen, resumed(run_dir, newest), newest)
