@@ -141,8 +141,11 @@ def _use_model_file(
     check_model_file(path, recipe.action)
     of_job, of_training = read_config(config) if config is not None else ({}, {})
     of_job = _of_job(of_job, f"{config} [job]")
+    here = {name: value for name, value in here.items() if value is not None}
+    if "batch_size" in here or "global_batch" in here:  # one of them, and the file's other is not meant any more
+        of_training = {name: value for name, value in of_training.items() if name not in ("batch_size", "global_batch")}
     recipe = with_values(replace(recipe, file=str(path)), of_training, f"{config} [train]")
-    recipe = with_values(recipe, {name: value for name, value in here.items() if value is not None}, "the command line")
+    recipe = with_values(recipe, here, "the command line")
     for text in more or ():
         name, is_one, value = text.partition("=")
         if not is_one:
@@ -155,6 +158,8 @@ def _use_model_file(
     cores = len(os.sched_getaffinity(0))
     elsewhere = of_job.pop("workers", cores)
     size = parse_size(str(elsewhere), cores, "workers =") if workers is None else parse_size(workers, cores)
+    if weights is None and of_job.get("init_from"):
+        weights = Path(of_job["init_from"])
     if weights is not None:
         checkpoints.weights(weights)
         of_job["init_from"] = str(weights.absolute())

@@ -20,6 +20,7 @@ from shoal.launch.tail import LOG_LIMIT_BYTES
 # Whose run directories can be gone on with.
 _OLDEST = "0.2.0"
 # What the command line finds out by itself.
+_MAX_THREADS = 1024
 _FOUND_OUT = {"script", "args", "cwd", "min", "max", "target", "version"}
 
 
@@ -81,8 +82,10 @@ class JobSettings:
             raise errors.SettingsContradict(
                 f"--restarts {self.restarts} is below 0; 0 means that no worker is replaced"
             )
-        if self.threads is not None and self.threads < 1:
-            raise errors.SettingsContradict(f"--threads {self.threads} is below 1; leave it out to divide the cores")
+        if self.threads is not None and not 1 <= self.threads <= _MAX_THREADS:
+            raise errors.SettingsContradict(
+                f"--threads {self.threads} is not from 1 to {_MAX_THREADS}; leave it out to divide the cores"
+            )
         if not 0 <= self.backoff_s < math.inf:
             raise errors.SettingsContradict(
                 f"--backoff {self.backoff_s:g} is not a number of seconds from 0 up; 0 replaces a dead worker at once"

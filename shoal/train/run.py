@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from shoal import errors
+from shoal import __version__, errors
 from shoal.control.environment import WorkerEnvironment
 from shoal.control.rundir import Committed, RunDir, create_default, finite
 from shoal.control.timeouts import Timeouts
@@ -58,7 +58,7 @@ def _run_alone(main: Callable[[Worker], None], environment: WorkerEnvironment) -
         script = sys.argv[0] or "python"
         # So that `shoal resume` can go on with it, from anywhere and with more workers.
         settings: dict[str, Any] = {"script": os.path.abspath(script), "args": sys.argv[1:], "cwd": os.getcwd()}
-        settings |= {"min": 1, "max": 1, "target": 1}
+        settings |= {"min": 1, "max": 1, "target": 1, "version": __version__}
         given = environment.dir
         run_dir = RunDir.create(given, settings) if given else create_default(script, settings)
         print(f"shoal: one worker, run directory {run_dir.path}", file=sys.stderr)

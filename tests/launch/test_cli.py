@@ -60,7 +60,7 @@ MISTAKES = {
     "run --budget soon train.py": "SettingsContradict: Invalid value for '--budget'",
     "run --on-error ignore train.py": "SettingsContradict: Invalid value for '--on-error'",
     "run --restarts -1 train.py": "SettingsContradict: --restarts -1 is below 0",
-    "run --threads 0 train.py": "SettingsContradict: --threads 0 is below 1",
+    "run --threads 0 train.py": "SettingsContradict: --threads 0 is not from 1 to 1024",
     "run --memory much train.py": "SettingsContradict: --memory much is not a number of bytes",
     "run --memory 0 train.py": "SettingsContradict: --memory 0 is not a number of bytes",
     "run --log-size 0 train.py": "SettingsContradict: --log-size 0 is not a number of bytes",
