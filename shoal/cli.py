@@ -30,7 +30,8 @@ from rich.table import Table
 
 from shoal import __version__, checkpoints, errors
 from shoal.checkpoints import Checkpoint
-from shoal.control import client, prometheus, rundir
+from shoal.control import commands as client
+from shoal.control import prometheus, rundir
 from shoal.control.environment import WorkerEnvironment
 from shoal.control.rundir import Committed, RunDir
 from shoal.control.timeouts import DEFAULT_BUDGET_S, Timeouts

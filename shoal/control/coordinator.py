@@ -30,7 +30,15 @@ from shoal.control import membership as m
 from shoal.control.environment import COORDINATOR_PLUGIN
 from shoal.control.journal import Journal, JournalDamaged, put_aside
 from shoal.control.membership import Instruction, Membership, Outcome, State
-from shoal.control.protocol import CommandReply, CommandRequest, FromLauncher, FromWorker, ToLauncher, ToWorker
+from shoal.control.protocol import (
+    CommandReply,
+    CommandRequest,
+    FromLauncher,
+    FromWorker,
+    ToLauncher,
+    ToWorker,
+    to_bytes,
+)
 from shoal.control.rundir import RunDir, finite
 from shoal.control.timeouts import DEFAULT_BUDGET_S, Timeouts
 from shoal.data.leases import Lent
@@ -149,15 +157,9 @@ class Coordinator:
         self._take_up()
         self._server = grpc.aio.server(options=protocol.SERVER_OPTIONS)
         handlers = {
-            "Work": grpc.stream_stream_rpc_method_handler(
-                self._work, FromWorker.FromString, lambda message: message.SerializeToString()
-            ),
-            "Launch": grpc.stream_stream_rpc_method_handler(
-                self._launch, FromLauncher.FromString, lambda message: message.SerializeToString()
-            ),
-            "Command": grpc.unary_unary_rpc_method_handler(
-                self._command, CommandRequest.FromString, lambda message: message.SerializeToString()
-            ),
+            "Work": grpc.stream_stream_rpc_method_handler(self._work, FromWorker.FromString, to_bytes),
+            "Launch": grpc.stream_stream_rpc_method_handler(self._launch, FromLauncher.FromString, to_bytes),
+            "Command": grpc.unary_unary_rpc_method_handler(self._command, CommandRequest.FromString, to_bytes),
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(protocol.SERVICE, handlers),))
         before = self.run_dir.address()

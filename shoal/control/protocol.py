@@ -70,6 +70,11 @@ CommandRequest: Any = _classes["CommandRequest"]
 CommandReply: Any = _classes["CommandReply"]
 
 
+def to_bytes(message: Any) -> bytes:
+    data: bytes = message.SerializeToString()
+    return data
+
+
 def kind_of(message: Any) -> tuple[str, Any]:
     """The name and the body of the one kind that is set; ("", None) when none is, as from a newer sender."""
     name = message.WhichOneof("kind")

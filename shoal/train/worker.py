@@ -24,7 +24,8 @@ from torch.utils.data import Dataset
 
 from shoal import errors, metrics, process
 from shoal.checkpoints import Every
-from shoal.control.client import Client, Progress, status
+from shoal.control.client import Client, Progress
+from shoal.control.commands import status
 from shoal.control.environment import WorkerEnvironment
 from shoal.control.rundir import RunDir
 from shoal.control.timeouts import Timeouts

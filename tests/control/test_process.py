@@ -10,7 +10,7 @@ import sys
 import warnings
 from pathlib import Path
 
-from shoal.control import client as control
+from shoal.control import commands
 from shoal.control.client import Client, Progress
 from shoal.control.coordinator import EmbeddedCoordinator
 from shoal.control.membership import found
@@ -69,7 +69,7 @@ def test_a_second_coordinator_on_a_served_directory_says_so_in_one_line(tmp_path
     assert second.returncode == 1
     assert "another coordinator serves" in second.stderr
     assert "Traceback" not in second.stderr
-    assert control.status(run_dir)["phase"] == "starting"
+    assert commands.status(run_dir)["phase"] == "starting"
     end(process, signal.SIGTERM)
 
 

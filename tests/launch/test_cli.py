@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shoal import cli, errors
-from shoal.control import client
+from shoal.control import commands
 from shoal.control.rundir import Committed, RunDir
 from shoal.launch.job import Size, parse_size
 from shoal.metrics import EventLog
@@ -151,7 +151,7 @@ def test_status_of_a_job_that_failed_says_why(capsys):
 
 
 def test_job_that_runs_and_does_not_answer_is_not_taken_for_an_ended_one(capsys, monkeypatch):
-    for patient in (state.live, client.stop):
+    for patient in (state.live, commands.stop):
         monkeypatch.setattr(patient, "__defaults__", (0.2,))  # seconds for an answer
     run_dir = RunDir.create("shoal-runs/silent", {})
     with run_dir.held():
