@@ -301,7 +301,7 @@ class LauncherClient:
         kind, body = protocol.kind_of(message)
         if kind == "target":
             self._target = body
-            self._on_target(SetTarget(body.n, body.finishing, body.number))
+            self._on_target(protocol.target_from_wire(body))
         elif kind == "fence":
             self._on_fence(body.worker_id)
         elif kind == "probe":
@@ -310,4 +310,4 @@ class LauncherClient:
             self._on_excuse(body.worker_id)
         elif kind == "stop":
             self._stop = body
-            self._on_stop(Stop(body.reason, body.failed, body.kind))
+            self._on_stop(protocol.stop_from_wire(body))

@@ -14,7 +14,7 @@ from typing import Any
 
 from shoal.control.timeouts import Timeouts
 from shoal.data import leases
-from shoal.data.leases import Lease, Lent, Said
+from shoal.data.leases import Lease, Lent
 from shoal.errors import DataUnusable, OutOfSharedMemory, SettingsContradict
 from shoal.wording import counted
 
@@ -432,7 +432,7 @@ def on_scale(membership: Membership, target: int) -> Outcome:
     membership, told = _set_target(membership, target, membership.finishing)
     if membership.newest is None:
         membership = replace(membership, founders=target)
-    membership, leaving = _shed(membership, membership.in_state(State.JOINING, State.WARM, State.MEMBER))
+    membership, leaving = shed(membership, membership.in_state(State.JOINING, State.WARM, State.MEMBER))
     return membership, [Log("scaled", "", text), *told, *leaving]
 
 
@@ -443,7 +443,7 @@ def on_stop(membership: Membership, stop: Stop) -> Outcome:
         return membership, []
     membership, told = _set_target(membership, membership.target, finishing=True)
     membership = replace(membership, stopping=stop, fault=membership.fault or stop.failed)
-    membership, leaving = _dismiss_all(membership)
+    membership, leaving = dismiss_all(membership)
     return membership, [Log("stopping", "", stop.reason), stop, *told, *leaving]
 
 
@@ -579,101 +579,6 @@ def _can_found(membership: Membership) -> bool:
     return complete and warm >= membership.min_size
 
 
-# Without a journal.
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a worker that reconnects knows. All of them together know what the membership was."""
-
-    worker_id: str
-    host: str
-    slot: int | None = None  # None: it was never welcomed
-    newest: Generation | None = None  # of those that list it
-    last_fault: int = 0
-    dismissed: bool = False  # it was told Bye
-    leases: Said | None = None  # None: it has had none
-
-
-@dataclass(frozen=True)
-class Roster:
-    """What the launcher of a host knows: its workers, and what it last heard from the coordinator."""
-
-    host: str
-    live: tuple[str, ...] = ()
-    gone: tuple[str, ...] = ()  # dead too, but how they ended is still to be told
-    target: SetTarget | None = None
-    stopping: Stop | None = None
-
-
-def rebuild(
-    founding: Membership,
-    reports: Iterable[Report],
-    rosters: Iterable[Roster],
-    slots: Mapping[str, int],
-    number: int,
-    now: float,
-) -> Outcome:
-    """The membership after the journal was lost: `founding` with what those who live say. `slots`, in the order of
-    joining, and `number`, the highest generation's, are what the event log knows: it speaks for those who say nothing.
-
-    The newest generation that anybody knows is in force. Who stands in it is what it says there; who stood in an older
-    one and not in this was let go; all others have not been members yet. Feed the joins and rosters to the handlers
-    afterwards, as after any restart: they bring the deaths.
-    """
-    joined = {worker_id: place for place, worker_id in enumerate(slots)}
-    ordered = sorted(reports, key=lambda report: joined.get(report.worker_id, len(joined)))
-    told = {report.worker_id: report for report in ordered}
-    rosters = list(rosters)
-    known = [report.newest for report in told.values() if report.newest is not None]
-    newest = max(known, key=lambda generation: generation.number, default=None)
-    listed = () if newest is None else (*newest.members, *newest.leavers)
-    workers: dict[str, Worker] = {}
-    for seniority, member in enumerate(listed, 1):
-        report = told.get(member.worker_id)
-        state = State.MEMBER if newest is not None and newest.rank(member.worker_id) is not None else State.LEAVING
-        if report is not None and report.dismissed:
-            state = State.PARTED
-        worker = Worker(member, state, Life(alive_at=now), seniority, founder=False, launched=True)
-        workers[member.worker_id] = worker
-    for report in told.values():
-        if report.slot is not None and report.worker_id not in workers:
-            state = State.PARTED if report.dismissed or report.newest is not None else State.JOINING
-            member = Member(report.worker_id, report.slot, report.host)
-            workers[report.worker_id] = Worker(member, state, Life(alive_at=now), founder=newest is None)
-    taken = {worker.member.slot for worker in workers.values()}
-    for roster in rosters:
-        for worker_id in roster.live:
-            slot = slots.get(worker_id)
-            if worker_id not in workers and slot is not None and slot not in taken:
-                member = Member(worker_id, slot, roster.host)
-                workers[worker_id] = Worker(member, State.JOINING, Life(alive_at=now), founder=newest is None)
-                taken.add(slot)
-    heard = max((it.target for it in rosters if it.target is not None), key=lambda it: it.number, default=None)
-    stopping = next((roster.stopping for roster in rosters if roster.stopping is not None), None)
-    target = founding.target if heard is None else heard.target
-    membership = replace(
-        founding,
-        target=target,
-        founders=target,
-        targets=0 if heard is None else heard.number,
-        workers=tuple(workers.values()),
-        newest=newest,
-        number=max(number, 0 if newest is None else newest.number),
-        last_fault=max((report.last_fault for report in told.values()), default=0),
-        seniority=len(listed),
-        started=max(len(workers), sum(len(roster.live) + len(roster.gone) for roster in rosters)),
-        finishing=any(it is not None and it.finishing for it in (newest, heard)) or stopping is not None,
-        stopping=stopping,
-    )
-    # The launcher may have heard of what no worker has.
-    if stopping is not None:
-        return _dismiss_all(membership)
-    alive = {worker_id for roster in rosters for worker_id in roster.live}
-    active = membership.in_state(State.JOINING, State.WARM, State.MEMBER)
-    return _shed(membership, [worker for worker in active if worker.worker_id in alive])
-
-
 # Small steps the handlers share.
 
 
@@ -687,7 +592,7 @@ def _set_target(membership: Membership, target: int, finishing: bool) -> Outcome
     return membership, [SetTarget(target, finishing, membership.targets)]
 
 
-def _shed(membership: Membership, active: list[Worker]) -> Outcome:
+def shed(membership: Membership, active: list[Worker]) -> Outcome:
     """As many of the active leave as are above the target. Those who have contributed least go first: not yet warm,
     not yet members, then the newest members."""
     instructions: list[Instruction] = []
@@ -702,7 +607,7 @@ def _shed(membership: Membership, active: list[Worker]) -> Outcome:
     return membership, instructions
 
 
-def _dismiss_all(membership: Membership) -> Outcome:
+def dismiss_all(membership: Membership) -> Outcome:
     instructions: list[Instruction] = []
     for worker in membership.workers:
         membership, leaving = on_leave(membership, worker.worker_id, "the job stops")

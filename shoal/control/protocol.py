@@ -17,7 +17,7 @@ from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-from shoal.control.membership import Generation, Member
+from shoal.control.membership import Generation, Member, SetTarget, Stop
 from shoal.data.leases import Extent, Lease, Said, Shard
 
 # gRPC reads these when it is imported. Loader workers are forked from a process that has channels: its own fork
@@ -103,6 +103,18 @@ def from_wire(body: Any) -> Generation:
 
     members, leavers = listed(body.members), listed(body.leavers)
     return Generation(body.number, members, leavers, body.fault, body.paused, body.finishing)
+
+
+def target_to_wire(target: SetTarget) -> dict[str, Any]:
+    return {"n": target.target, "finishing": target.finishing, "number": target.number}
+
+
+def target_from_wire(body: Any) -> SetTarget:
+    return SetTarget(body.n, body.finishing, body.number)
+
+
+def stop_from_wire(body: Any) -> Stop:
+    return Stop(body.reason, body.failed, body.kind)
 
 
 def lease_to_wire(lease: Lease) -> dict[str, int]:

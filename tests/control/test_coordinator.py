@@ -14,9 +14,9 @@ import pytest
 
 from shoal.control import commands
 from shoal.control.client import Client, LauncherClient, Progress
-from shoal.control.coordinator import EmbeddedCoordinator
 from shoal.control.membership import Generation, found
 from shoal.control.rundir import RunDir
+from shoal.control.serve import EmbeddedCoordinator
 from shoal.control.timeouts import Timeouts
 from shoal.errors import CoordinatorLost, JobNotFound, SettingsContradict, TokenRefused
 from shoal.metrics import read_events

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from shoal.control import commands
 from shoal.control.client import Client, Progress
-from shoal.control.coordinator import EmbeddedCoordinator
 from shoal.control.membership import found
 from shoal.control.rundir import RunDir
+from shoal.control.serve import EmbeddedCoordinator
 from shoal.control.timeouts import Timeouts
 
 WAIT_S = 20.0
