@@ -17,8 +17,9 @@ from shoal.control.borrowed import Borrowed
 from shoal.control.commands import Commands as Commands  # launch/job.py has these three from here
 from shoal.control.commands import status as status
 from shoal.control.commands import stop as stop
+from shoal.control.generation import Generation
+from shoal.control.instructions import SetTarget, Stop
 from shoal.control.link import Link, close_inherited
-from shoal.control.membership import Generation, SetTarget, Stop
 from shoal.control.protocol import FromLauncher, FromWorker, ToLauncher, ToWorker
 from shoal.control.rundir import RunDir
 from shoal.control.timeouts import Timeouts

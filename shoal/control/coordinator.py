@@ -17,8 +17,25 @@ from typing import Any, Literal
 
 from shoal.control import lending, prometheus, protocol
 from shoal.control import membership as m
+from shoal.control.generation import Generation
+from shoal.control.instructions import (
+    Bye,
+    Excuse,
+    Fence,
+    Granted,
+    Heeded,
+    Instruction,
+    Log,
+    PassOver,
+    Probe,
+    Publish,
+    Refuse,
+    SetTarget,
+    Settled,
+    Stop,
+)
 from shoal.control.journal import Journal, JournalDamaged, put_aside
-from shoal.control.membership import Instruction, Membership, Outcome, State
+from shoal.control.membership import Membership, Outcome, State
 from shoal.control.protocol import CommandReply, CommandRequest, FromLauncher, FromWorker, ToLauncher, ToWorker
 from shoal.control.rebuild import Rebuilding, Report, Roster
 from shoal.control.rundir import RunDir
@@ -306,7 +323,7 @@ class Coordinator:
         def event(membership: Membership, now: float) -> Outcome:
             if version != protocol.VERSION:
                 reason = f"it speaks version {version} and the job {protocol.VERSION}; start it from the same shoal"
-                return membership, [m.Refuse(worker_id, reason)]
+                return membership, [Refuse(worker_id, reason)]
             membership, instructions = m.on_join(membership, worker_id, report.host, now, known, report.slot)
             worker = membership.worker(worker_id)
             if worker is not None and not worker.fenced:
@@ -371,7 +388,7 @@ class Coordinator:
             return m.on_wish(membership, worker_id, wish.number, wish.target, wish.relative)
         except SettingsContradict as mistake:
             _log.warning("%s: %s", worker_id, mistake)
-            return membership, [m.Heeded(worker_id, wish.number)]
+            return membership, [Heeded(worker_id, wish.number)]
 
     # A launcher speaks.
 
@@ -423,7 +440,7 @@ class Coordinator:
                     if membership.newest is not None and membership.newest.members:
                         self._tell_worker(membership.newest.members[0].worker_id, ToWorker(checkpoint={}))
                 elif kind == "stop":
-                    outcome = m.on_stop(membership, m.Stop(body.reason))
+                    outcome = m.on_stop(membership, Stop(body.reason))
             except SettingsContradict as mistake:
                 done.set_exception(mistake)
             else:
@@ -440,30 +457,30 @@ class Coordinator:
     # Instructions go out.
 
     def _act(self, instruction: Instruction) -> None:
-        if isinstance(instruction, m.Publish):
+        if isinstance(instruction, Publish):
             self._publish(instruction.generation, instruction.cause)
-        elif isinstance(instruction, m.Bye):
+        elif isinstance(instruction, Bye):
             self._tell_worker(instruction.worker_id, ToWorker(bye={}))
-        elif isinstance(instruction, m.Refuse):
+        elif isinstance(instruction, Refuse):
             self._tell_worker(instruction.worker_id, ToWorker(refused={"reason": instruction.reason}))
-        elif isinstance(instruction, m.Heeded):
+        elif isinstance(instruction, Heeded):
             self._tell_worker(instruction.worker_id, ToWorker(heeded={"number": instruction.number}))
-        elif isinstance(instruction, m.Granted):
+        elif isinstance(instruction, Granted):
             self._tell_worker(instruction.worker_id, ToWorker(granted=protocol.lease_to_wire(instruction.lease)))
-        elif isinstance(instruction, m.Settled):
+        elif isinstance(instruction, Settled):
             self._tell_worker(instruction.worker_id, ToWorker(settled={"numbers": instruction.numbers}))
-        elif isinstance(instruction, m.PassOver):
+        elif isinstance(instruction, PassOver):
             over = {"pass_index": instruction.pass_index, "complete": instruction.complete}
             self._tell_worker(instruction.worker_id, ToWorker(pass_over=over))
-        elif isinstance(instruction, m.Fence):
+        elif isinstance(instruction, Fence):
             self._tell_launchers(ToLauncher(fence={"worker_id": instruction.worker_id}))
-        elif isinstance(instruction, m.Excuse):
+        elif isinstance(instruction, Excuse):
             self._tell_launchers(ToLauncher(excuse={"worker_id": instruction.worker_id}))
-        elif isinstance(instruction, m.Probe):
+        elif isinstance(instruction, Probe):
             self._tell_launchers(ToLauncher(probe={"worker_id": instruction.worker_id}))
-        elif isinstance(instruction, m.SetTarget):
+        elif isinstance(instruction, SetTarget):
             self._tell_launchers(ToLauncher(target=protocol.target_to_wire(instruction)))
-        elif isinstance(instruction, m.Stop):
+        elif isinstance(instruction, Stop):
             self._tell_launchers(ToLauncher(stop=vars(instruction)))
         else:
             self._counts[instruction.kind] += 1
@@ -473,10 +490,10 @@ class Coordinator:
 
     def _line(self, instruction: Instruction) -> str | None:
         """What the event log tells of it."""
-        if isinstance(instruction, m.Log):
+        if isinstance(instruction, Log):
             fields = {"worker_id": instruction.worker_id, "text": instruction.text, **instruction.details}
             return event_line(self._wall(), instruction.kind, fields)
-        if isinstance(instruction, m.Publish):
+        if isinstance(instruction, Publish):
             generation = instruction.generation
             fields = {
                 "number": generation.number,
@@ -489,7 +506,7 @@ class Coordinator:
             return event_line(self._wall(), "generation", fields)
         return None
 
-    def _publish(self, generation: m.Generation, cause: str) -> None:
+    def _publish(self, generation: Generation, cause: str) -> None:
         self._counts["generation"] += 1
         workers = counted(len(generation.members), "worker") + (", paused" if generation.paused else "")
         _log.info("generation %d → %d: %s, %s", generation.number - 1, generation.number, cause, workers)

@@ -5,17 +5,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shoal.control.membership import (
-    Granted,
-    Instruction,
-    Log,
-    Membership,
-    Outcome,
-    PassOver,
-    Settled,
-    State,
-    fence,
-)
+from shoal.control.instructions import Granted, Instruction, Log, PassOver, Settled
+from shoal.control.membership import Membership, Outcome, State, fence
 from shoal.data import leases
 from shoal.data.leases import Said, Wish
 from shoal.wording import counted

@@ -6,50 +6,32 @@ changes become one generation. Nothing here reads a clock or knows a socket.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
+from shoal.control.generation import MAX_SLOTS, Generation, Member
+from shoal.control.instructions import (
+    Bye,
+    Excuse,
+    Fence,
+    Heeded,
+    Instruction,
+    Log,
+    Probe,
+    Publish,
+    Refuse,
+    SetTarget,
+    Stop,
+)
 from shoal.control.timeouts import Timeouts
-from shoal.data import leases
-from shoal.data.leases import Lease, Lent
+from shoal.data.leases import Lent
 from shoal.errors import DataUnusable, OutOfSharedMemory, SettingsContradict
 from shoal.wording import counted
 
-MAX_SLOTS = 256
-
 # What more workers can bring about: a newcomer that fails so is refused, and the job goes on as it was.
 REFUSABLE = (OutOfSharedMemory, DataUnusable, SettingsContradict)
-
-
-@dataclass(frozen=True)
-class Member:
-    worker_id: str
-    slot: int
-    host: str
-
-
-@dataclass(frozen=True)
-class Generation:
-    """One agreed set of workers. A member's rank is its index; leavers must acknowledge before others go on."""
-
-    number: int
-    members: tuple[Member, ...]
-    leavers: tuple[Member, ...] = ()
-    fault: bool = False
-    paused: bool = False
-    finishing: bool = False  # some worker's script has come to its end, or the job was stopped
-
-    def rank(self, worker_id: str) -> int | None:
-        return next((rank for rank, member in enumerate(self.members) if member.worker_id == worker_id), None)
-
-    def leaves(self, worker_id: str) -> bool:
-        return any(member.worker_id == worker_id for member in self.leavers)
-
-    def lists(self, worker_id: str) -> bool:
-        return self.rank(worker_id) is not None or self.leaves(worker_id)
 
 
 class State(str, Enum):
@@ -92,15 +74,6 @@ class Worker:
 
 
 @dataclass(frozen=True)
-class Stop:
-    """The job ends: why, and the class of the error if it failed. For the launcher, and kept until it has ended."""
-
-    reason: str
-    failed: bool = False
-    kind: str = ""
-
-
-@dataclass(frozen=True)
 class Membership:
     """Signs of life do not take part in comparison: two equal memberships need only one entry in the journal."""
 
@@ -137,6 +110,9 @@ class Membership:
         return too_few and not self.finishing
 
 
+Outcome = tuple[Membership, list[Instruction]]
+
+
 def found(min_size: int, max_size: int, target: int, timeouts: Timeouts | None = None) -> Membership:
     """The membership of a job nobody has joined yet. Raises SettingsContradict when the sizes cannot all hold."""
     if not 1 <= min_size <= target <= max_size <= MAX_SLOTS:
@@ -145,103 +121,6 @@ def found(min_size: int, max_size: int, target: int, timeouts: Timeouts | None =
             f"they must satisfy 1 ≤ min ≤ target ≤ max ≤ {MAX_SLOTS}; change -n"
         )
     return Membership(min_size, max_size, target, founders=target, timeouts=timeouts or Timeouts())
-
-
-# Instructions: what the edge is to do.
-
-
-@dataclass(frozen=True)
-class Publish:
-    generation: Generation
-    cause: str
-
-
-@dataclass(frozen=True)
-class Fence:
-    worker_id: str
-
-
-@dataclass(frozen=True)
-class Probe:
-    worker_id: str
-
-
-@dataclass(frozen=True)
-class Excuse:
-    """For the launcher: the worker leaves, and needs no replacement however it ends."""
-
-    worker_id: str
-
-
-@dataclass(frozen=True)
-class Bye:
-    worker_id: str
-
-
-@dataclass(frozen=True)
-class Refuse:
-    worker_id: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class SetTarget:
-    """For the launcher: how many workers there should be, beside those that are excused. With `finishing`, one that
-    exits needs no replacement. One that it has heard before, by `number`, says nothing new."""
-
-    target: int
-    finishing: bool
-    number: int = field(default=0, compare=False)
-
-
-@dataclass(frozen=True)
-class Log:
-    """Something for the event log."""
-
-    kind: str
-    worker_id: str
-    text: str = ""
-    details: Mapping[str, Any] = field(default_factory=dict, compare=False)
-
-
-@dataclass(frozen=True)
-class Heeded:
-    """For the worker: its wish of that number need not be told again."""
-
-    worker_id: str
-    number: int
-
-
-@dataclass(frozen=True)
-class Granted:
-    """For the worker: it has this lease."""
-
-    worker_id: str
-    lease: Lease
-
-
-@dataclass(frozen=True)
-class Settled:
-    """For the worker: these leases of its are over, and need not be told of again."""
-
-    worker_id: str
-    numbers: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class PassOver:
-    """For the worker: there is no more of the pass, because every sample of it is used; or it is not complete, and
-    others have left it early."""
-
-    worker_id: str
-    pass_index: int
-    complete: bool = True
-
-
-Instruction = (
-    Publish | Fence | Probe | Excuse | Bye | Refuse | Heeded | SetTarget | Stop | Log | Granted | Settled | PassOver
-)
-Outcome = tuple[Membership, list[Instruction]]
 
 
 # Workers come.
@@ -660,40 +539,3 @@ def _mark_awaited(membership: Membership, now: float) -> Membership:
             life = replace(life, awaited_since=now)
         workers.append(worker if life == worker.life else replace(worker, life=life))
     return replace(membership, workers=tuple(workers))
-
-
-# The journal's form.
-
-
-def to_json(membership: Membership) -> str:
-    """Everything but the signs of life."""
-    value = asdict(membership)
-    del value["ticked_at"]
-    for worker in value["workers"]:
-        del worker["life"]
-    return json.dumps(value)
-
-
-def from_json(text: str, now: float) -> Membership:
-    """The membership as it was written; everybody counts as alive at `now`, and nobody as awaited."""
-    value = json.loads(text)
-    newest = value.pop("newest")
-    if newest is not None:
-        newest["members"] = tuple(Member(**member) for member in newest["members"])
-        newest["leavers"] = tuple(Member(**member) for member in newest["leavers"])
-        newest = Generation(**newest)
-    workers = tuple(
-        Worker(
-            **{**worker, "member": Member(**worker["member"]), "state": State(worker["state"])},
-            life=Life(alive_at=now),
-        )
-        for worker in value.pop("workers")
-    )
-    timeouts = Timeouts(**value.pop("timeouts"))
-    causes = tuple(value.pop("causes"))
-    stop = value.pop("stopping")
-    stopping = None if stop is None else Stop(**stop)
-    lent = leases.from_dict(value.pop("lent"))
-    return Membership(
-        **value, newest=newest, workers=workers, timeouts=timeouts, causes=causes, stopping=stopping, lent=lent
-    )

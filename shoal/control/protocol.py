@@ -17,7 +17,8 @@ from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-from shoal.control.membership import Generation, Member, SetTarget, Stop
+from shoal.control.generation import Generation, Member
+from shoal.control.instructions import SetTarget, Stop
 from shoal.data.leases import Extent, Lease, Said, Shard
 
 # gRPC reads these when it is imported. Loader workers are forked from a process that has channels: its own fork

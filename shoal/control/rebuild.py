@@ -10,20 +10,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shoal.control.membership import (
-    Generation,
-    Life,
-    Log,
-    Member,
-    Membership,
-    Outcome,
-    SetTarget,
-    State,
-    Stop,
-    Worker,
-    dismiss_all,
-    shed,
-)
+from shoal.control.generation import Generation, Member
+from shoal.control.instructions import Log, SetTarget, Stop
+from shoal.control.membership import Life, Membership, Outcome, State, Worker, dismiss_all, shed
 from shoal.control.rundir import RunDir
 from shoal.data.leases import Lent, Said
 from shoal.wording import counted

@@ -19,7 +19,8 @@ from typing import get_args
 from shoal.control import coordinator
 from shoal.control.coordinator import Coordinator, OnError
 from shoal.control.environment import COORDINATOR_PLUGIN
-from shoal.control.membership import MAX_SLOTS, Membership, found
+from shoal.control.generation import MAX_SLOTS
+from shoal.control.membership import Membership, found
 from shoal.control.rundir import RunDir
 from shoal.control.timeouts import DEFAULT_BUDGET_S, Timeouts
 from shoal.errors import ShoalError

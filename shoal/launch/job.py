@@ -20,7 +20,9 @@ from shoal import checkpoints, errors
 from shoal.control import client
 from shoal.control.coordinator import OnError
 from shoal.control.environment import WorkerEnvironment
-from shoal.control.membership import MAX_SLOTS, REFUSABLE, SetTarget, Stop
+from shoal.control.generation import MAX_SLOTS
+from shoal.control.instructions import SetTarget, Stop
+from shoal.control.membership import REFUSABLE
 from shoal.control.rundir import Committed, RunDir
 from shoal.control.timeouts import Timeouts
 from shoal.data.progress import Passes

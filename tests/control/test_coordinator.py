@@ -14,7 +14,8 @@ import pytest
 
 from shoal.control import commands
 from shoal.control.client import Client, LauncherClient, Progress
-from shoal.control.membership import Generation, found
+from shoal.control.generation import Generation
+from shoal.control.membership import found
 from shoal.control.rundir import RunDir
 from shoal.control.serve import EmbeddedCoordinator
 from shoal.control.timeouts import Timeouts

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from shoal.control import lending
 from shoal.control import membership as m
 from shoal.control.borrowed import Borrowed
-from shoal.control.membership import Fence, Granted, Log, Membership, Outcome, PassOver, Settled, State
+from shoal.control.instructions import Fence, Granted, Instruction, Log, PassOver, Settled
+from shoal.control.journal import from_json, to_json
+from shoal.control.membership import Membership, Outcome, State
 from shoal.data import audit
 from shoal.data.audit import AuditReport, AuditWriter, Fed
 from shoal.data.leases import Lease, Lent, Said, Shard, extent_of
@@ -62,7 +64,7 @@ class World:
     def __init__(self, directory: Path, pass_: Pass) -> None:
         self.directory, self.pass_ = directory, pass_
         self.membership: Membership = m.found(1, 64, 1)
-        self.journal = m.to_json(self.membership)
+        self.journal = to_json(self.membership)
         self.live: dict[str, Worker] = {}
         self.started = self.losses = 0
         self.granted: list[int] = []
@@ -70,7 +72,7 @@ class World:
         self.silent: set[str] = set()  # they have not come back in time for a coordinator without a journal
         audit.declare(directory, pass_)
 
-    def turn(self, event: Callable[[Membership], Outcome]) -> list[m.Instruction]:
+    def turn(self, event: Callable[[Membership], Outcome]) -> list[Instruction]:
         """As the coordinator does it: decide, journal, tell."""
         before = self.membership
         self.membership, told = event(before)
@@ -78,7 +80,7 @@ class World:
             self.membership, more = consequence(self.membership)
             told = [*told, *more]
         if self.membership != before:
-            self.journal = m.to_json(self.membership)
+            self.journal = to_json(self.membership)
         again: list[str] = []
         for one in told:
             if isinstance(one, Granted) and one.lease.number not in self.granted:
@@ -130,7 +132,7 @@ class World:
     def restart(self, with_journal: bool, silent: str = "") -> None:
         """The coordinator is killed; whoever lives and is not silent says everything again."""
         if with_journal:
-            self.membership = m.from_json(self.journal, 0.0)
+            self.membership = from_json(self.journal, 0.0)
         else:
             self.losses += 1
             there = [worker for worker in self.live.values() if worker.worker_id != silent]
@@ -237,7 +239,7 @@ def ask(membership: Membership, worker_id: str, said: Said) -> Outcome:
     return membership, [*told, *more]
 
 
-def only(told: list[m.Instruction], kind: type[Any]) -> list[Any]:
+def only(told: list[Instruction], kind: type[Any]) -> list[Any]:
     return [one for one in told if isinstance(one, kind)]
 
 
@@ -255,7 +257,7 @@ def test_uses_alone_need_no_entry_in_the_journal_and_the_end_of_a_lease_does() -
     partly, _ = ask(membership, "w0", Said(EXTENT, (used,), heard=1))
     assert partly == membership
     assert partly.lent.used() == (4, 1)
-    assert m.from_json(m.to_json(partly), 0.0).lent.leases[0].used == used.used
+    assert from_json(to_json(partly), 0.0).lent.leases[0].used == used.used
     ended, told = ask(membership, "w0", Said(EXTENT, (used,), (1,), heard=1))
     assert ended != membership
     assert only(told, Settled) == [Settled("w0", (1,))]

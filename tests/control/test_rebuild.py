@@ -9,17 +9,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from shoal.control import membership as m
-from shoal.control.membership import (
-    Bye,
-    Fence,
-    Generation,
-    Member,
-    Membership,
-    Publish,
-    SetTarget,
-    State,
-    Stop,
-)
+from shoal.control.generation import Generation, Member
+from shoal.control.instructions import Bye, Excuse, Fence, Heeded, Log, Publish, SetTarget, Stop
+from shoal.control.journal import from_json, to_json
+from shoal.control.membership import Membership, State
 from shoal.control.rebuild import Report, Roster, rebuild
 from shoal.control.timeouts import Timeouts
 
@@ -270,23 +263,23 @@ def running() -> Membership:
 def test_a_wish_counts_once_and_is_acknowledged_each_time() -> None:
     membership, _ = m.on_wish(running(), "w0", 1, 1, relative=True)
     assert membership.target == 3
-    membership = m.from_json(m.to_json(membership), 0.0)
+    membership = from_json(to_json(membership), 0.0)
     again, told = m.on_wish(membership, "w0", 1, 1, relative=True)
-    assert (again, told) == (membership, [m.Heeded("w0", 1)])
+    assert (again, told) == (membership, [Heeded("w0", 1)])
     assert m.on_wish(membership, "w1", 1, 1, relative=True)[0].target == 4
 
 
 @pytest.mark.parametrize("ends_job", [True, False])
 def test_a_failure_counts_once(ends_job: bool) -> None:
     membership, told = m.on_failed(running(), "w0", "ValueError", "bad", "Traceback", ends_job=ends_job)
-    assert next(each.kind for each in told if isinstance(each, m.Log)) == "failed"
-    membership = m.from_json(m.to_json(membership), 0.0)
+    assert next(each.kind for each in told if isinstance(each, Log)) == "failed"
+    membership = from_json(to_json(membership), 0.0)
     assert (membership.stopping == Stop("w0 failed: ValueError: bad", True, "ValueError")) == ends_job
     assert m.on_failed(membership, "w0", "ValueError", "bad", "Traceback", ends_job=ends_job) == (membership, [])
 
 
 def test_a_launcher_that_is_back_hears_target_stop_fences_and_excuses() -> None:
     membership, _ = m.on_stop(running(), Stop("asked to"))
-    membership, told = m.on_roster(m.from_json(m.to_json(membership), 0.0), "here", ["w0", "w1"])
-    assert told == [m.Excuse("w0"), m.Excuse("w1"), SetTarget(2, finishing=True), Stop("asked to")]
+    membership, told = m.on_roster(from_json(to_json(membership), 0.0), "here", ["w0", "w1"])
+    assert told == [Excuse("w0"), Excuse("w1"), SetTarget(2, finishing=True), Stop("asked to")]
     assert m.on_stop(membership, Stop("again")) == (membership, [])
