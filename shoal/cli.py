@@ -424,7 +424,7 @@ def resume(
 
 def _origin(run_dir: RunDir, newest: Checkpoint | None) -> Origin:
     """Make the run directory that of a job that goes on from this checkpoint."""
-    from shoal.data.audit import roll_back  # numpy costs a tenth of a second
+    from shoal.data.fed import roll_back  # numpy costs a tenth of a second
 
     generation = run_dir.last_generation()
     at = None if newest is None else {**newest.manifest["record"], "seq": newest.seq}

@@ -142,7 +142,7 @@ class Rebuilding:
 
     def _lent(self) -> Lent:
         """What is used, the audit's records know; what is on lease, the workers."""
-        from shoal.data.audit import lent  # numpy costs a tenth of a second
+        from shoal.data.leased_audit import lent  # numpy costs a tenth of a second
 
         said = [one.leases for one in self.reports.values() if one.leases is not None and not one.dismissed]
         held = [lease for one in said for lease in one.held]

@@ -30,8 +30,8 @@ from shoal.control.environment import WorkerEnvironment
 from shoal.control.rundir import RunDir
 from shoal.control.timeouts import Timeouts
 from shoal.data import ledger
-from shoal.data.audit import AuditWriter, declare
 from shoal.data.batches import Fetched, Loader, samples_in
+from shoal.data.fed import AuditWriter, declare
 from shoal.data.ledger import ENDED, Cursor, Pass
 from shoal.errors import Changed
 from shoal.metrics import fault_point

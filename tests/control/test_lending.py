@@ -18,8 +18,9 @@ from shoal.control.borrowed import Borrowed
 from shoal.control.instructions import Fence, Granted, Instruction, Log, PassOver, Settled
 from shoal.control.journal import from_json, to_json
 from shoal.control.membership import Membership, Outcome, State
-from shoal.data import audit
-from shoal.data.audit import AuditReport, AuditWriter, Fed
+from shoal.data import leased_audit
+from shoal.data.audit import AuditReport, audit
+from shoal.data.fed import AuditWriter, Fed, declare, digest
 from shoal.data.leases import Lease, Lent, Said, Shard, extent_of
 from shoal.data.ledger import Pass
 
@@ -53,11 +54,11 @@ class Worker:
     def record(self, lease: Lease, lo: int, hi: int) -> None:
         shard, ids = lease.shard, self.pass_.order(lease.shard.epoch)[lo:hi]
         where = (1, lease.number, shard.pass_index, shard.epoch, shard.lo, shard.hi, lo, hi)
-        self.writer.write(Fed(*where, audit.digest([ids]), skipped=False))
+        self.writer.write(Fed(*where, digest([ids]), skipped=False))
 
     def complete(self) -> None:
         heard = max(1, self.borrowed.heard)
-        self.writer.write(Fed(1, heard, self.pass_.index, self.pass_.epochs, 0, 0, 0, 0, audit.digest([]), False))
+        self.writer.write(Fed(1, heard, self.pass_.index, self.pass_.epochs, 0, 0, 0, 0, digest([]), False))
 
 
 class World:
@@ -70,7 +71,7 @@ class World:
         self.granted: list[int] = []
         self.deaf = False  # what is told now does not arrive
         self.silent: set[str] = set()  # they have not come back in time for a coordinator without a journal
-        audit.declare(directory, pass_)
+        declare(directory, pass_)
 
     def turn(self, event: Callable[[Membership], Outcome]) -> list[Instruction]:
         """As the coordinator does it: decide, journal, tell."""
@@ -140,7 +141,7 @@ class World:
             held = [lease for said in known for lease in said.held]
             heard = max((said.heard for said in known), default=0)
             begun = max((said.extent.pass_index for said in known if said.extent is not None), default=-1)
-            lent = audit.lent(self.directory, held, heard, begun, self.losses)
+            lent = leased_audit.lent(self.directory, held, heard, begun, self.losses)
             self.silent |= {silent} & self.live.keys()
             strangers = (*lent.strangers, *({silent} & self.live.keys()))
             self.membership = replace(self.membership, lent=replace(lent, strangers=strangers))
@@ -161,7 +162,7 @@ class World:
             assert worker.borrowed.over, "a wait without an end"
             worker.complete()
             worker.writer.close()
-        return audit.audit(self.directory, None)
+        return audit(self.directory, None)
 
 
 PASSES = st.builds(
@@ -212,7 +213,7 @@ def test_whatever_is_lost_on_the_way_every_sample_is_used_once_and_no_number_twi
                 world.deaf = False
             else:
                 getattr(world, deed)(worker_id)
-            assert audit.audit(Path(directory), None).clean, "in the middle of a pass"
+            assert audit(Path(directory), None).clean, "in the middle of a pass"
         report = world.finish()
         assert report.clean, report.mismatches
         extent = extent_of(asdict(pass_))

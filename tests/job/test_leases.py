@@ -14,7 +14,7 @@ import pytest
 
 from shoal.control import commands
 from shoal.control.rundir import RunDir
-from shoal.data.audit import _RECORD
+from shoal.data.fed import _RECORD
 from shoal.report.read import read
 from shoal.testing import FaultPlan, JobResult, LocalJob
 from shoal.testing.faults import JournalFate

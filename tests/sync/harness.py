@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from shoal.control.generation import Generation, Member
-from shoal.data.audit import AuditWriter
+from shoal.data.fed import AuditWriter
 from shoal.data.ledger import GlobalBatch, Pass, micro, split
 from shoal.sync.allreduce import AllReduce
 from shoal.sync.group import Group, Notice
