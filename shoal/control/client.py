@@ -29,7 +29,8 @@ from shoal.errors import CoordinatorLost, SettingsContradict, TokenRefused
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a worker is, read at each beat. `samples` counts what the whole job has committed."""
+    """Where a worker is, read at each beat, of which it is the body. `samples` counts what the whole job has
+    committed."""
 
     seq: int = 0
     step: int = 0
@@ -179,22 +180,7 @@ class Client:
             )
 
     def _beat(self) -> Any:
-        progress = self._progress()
-        return FromWorker(
-            beat={
-                "seq": progress.seq,
-                "step": progress.step,
-                "epoch": progress.epoch,
-                "samples": progress.samples,
-                "loss": progress.loss,
-                "waiting_for": progress.waiting_for,
-                "seconds": progress.seconds,
-                "metrics": progress.metrics,
-                "leases": protocol.said_to_wire(self.borrowed.said()),
-                "evaluating": progress.evaluating,
-                "evaluated": progress.evaluated,
-            }
-        )
+        return FromWorker(beat={**vars(self._progress()), "leases": protocol.said_to_wire(self.borrowed.said())})
 
     def _hear(self, message: Any) -> None:
         kind, body = protocol.kind_of(message)

@@ -146,7 +146,7 @@ def on_join(
         if launched:
             return _put(membership, replace(known, launched=True)), []
         if slot is not None and slot != known.member.slot:
-            return _fence(membership, known, f"it has slot {slot}, and the job knows it in {known.member.slot}")
+            return fence(membership, known, f"it has slot {slot}, and the job knows it in {known.member.slot}")
         again = replace(known, life=replace(known.life, alive_at=now, connected=True))
         return _put(membership, again), [Bye(worker_id)] if known.state is State.PARTED else []
     free = free_slots(membership)
@@ -380,7 +380,7 @@ def on_tick(membership: Membership, now: float) -> Outcome:
         # A worker may have been silent for long before anybody waited: probes get half the budget to speak for it.
         if silent_s >= allowed_s and now - awaited_since >= timeouts.budget_s / 2:
             reason = f"no sign of life for {silent_s:.1f} s while awaited"
-            membership, fencing = _fence(membership, replace(worker, life=life), reason)
+            membership, fencing = fence(membership, replace(worker, life=life), reason)
             instructions += fencing
             continue
         if life.probed_at is None or now - life.probed_at >= timeouts.probe_s:
@@ -494,12 +494,7 @@ def dismiss_all(membership: Membership) -> Outcome:
     return membership, instructions
 
 
-def fence(membership: Membership, worker_id: str, reason: str) -> Outcome:
-    worker = membership.worker(worker_id)
-    return (membership, []) if worker is None else _fence(membership, worker, reason)
-
-
-def _fence(membership: Membership, worker: Worker, reason: str) -> Outcome:
+def fence(membership: Membership, worker: Worker, reason: str) -> Outcome:
     membership = _put(membership, replace(worker, fenced=reason))
     return membership, [Log("fenced", worker.worker_id, reason), Fence(worker.worker_id)]
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hmac
 import os
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -83,19 +84,8 @@ def kind_of(message: Any) -> tuple[str, Any]:
 
 
 def to_wire(generation: Generation) -> dict[str, Any]:
-    """The body of the message."""
-
-    def listed(members: Iterable[Member]) -> list[dict[str, Any]]:
-        return [{"worker_id": member.worker_id, "slot": member.slot, "host": member.host} for member in members]
-
-    return {
-        "number": generation.number,
-        "members": listed(generation.members),
-        "leavers": listed(generation.leavers),
-        "fault": generation.fault,
-        "paused": generation.paused,
-        "finishing": generation.finishing,
-    }
+    """The body of the message, whose fields have the same names."""
+    return asdict(generation)
 
 
 def from_wire(body: Any) -> Generation:
