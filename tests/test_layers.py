@@ -28,7 +28,7 @@ LAYERS = [
     ("cli", "__main__"),
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-WITHOUT_TORCH = ["shoal", "shoal.cli", "shoal.control.coordinator", "shoal.data.ledger", "shoal.data.audit",
+WITHOUT_TORCH = ["shoal", "shoal.cli", "shoal.control.serve", "shoal.data.ledger", "shoal.data.audit",
                  "shoal.sync.memory", "shoal.sync.words", "shoal.launch.local", "shoal.testing", "shoal.data.progress",
                  "shoal.view.top", "shoal.view.doctor", "shoal.view.logs", "shoal.report.page"]  # fmt: skip
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from shoal.bench.bodies import Setup
-from shoal.control.membership import Generation, Member
+from shoal.control.generation import Generation, Member
 from shoal.sync.group import Group, Notice
 from shoal.sync.memory import create
 from shoal.sync.words import Words

@@ -11,8 +11,8 @@ import typer
 from shoal import errors
 from shoal.cli.options import JobArgument, JsonOption, jobs, named
 from shoal.cli.shell import app
-from shoal.control import client, rundir
-from shoal.control.membership import MAX_SLOTS
+from shoal.control import commands, rundir
+from shoal.control.generation import MAX_SLOTS
 from shoal.control.rundir import RunDir
 from shoal.metrics import read_events
 from shoal.view.state import how_it_ended, live, name_of
@@ -45,7 +45,7 @@ def scale(
     run_dir = rundir.find(job)
     if not run_dir.runs():
         raise errors.JobNotFound(f"{_ended(run_dir)}; go on with shoal resume {name_of(run_dir)} -n {target}")
-    state = client.scale(run_dir, int(target))
+    state = commands.scale(run_dir, int(target))
     print(f"{name_of(run_dir)}: {counted(state['target'], 'worker')} wanted")
     return 0
 
@@ -63,7 +63,7 @@ def stop(job: JobArgument = None) -> int:
     if not run_dir.runs():
         print(_ended(run_dir))
         return 0
-    client.stop(run_dir, "shoal stop")
+    commands.stop(run_dir, "shoal stop")
     print(f"{name_of(run_dir)}: stopping")
     return 0
 
@@ -79,7 +79,7 @@ def checkpoint(job: JobArgument = None, as_json: JsonOption = False) -> int:
     """Take a checkpoint of the next step, and wait until it is on the disk."""
     run_dir = rundir.find(job)
     before = len(read_events(run_dir.events))
-    asked = client.checkpoint(run_dir)["generation"]
+    asked = commands.checkpoint(run_dir)["generation"]
     while True:
         for event in read_events(run_dir.events)[before:]:
             if event["event"] == "checkpointed":
@@ -91,7 +91,7 @@ def checkpoint(job: JobArgument = None, as_json: JsonOption = False) -> int:
         if not state:
             raise errors.JobNotFound(f"{name_of(run_dir)} ended before it had taken a checkpoint; see shoal status")
         if state["generation"] != asked:  # the lowest rank may have gone with the request
-            asked = client.checkpoint(run_dir)["generation"]
+            asked = commands.checkpoint(run_dir)["generation"]
         time.sleep(_POLL_S)
 
 

@@ -134,7 +134,7 @@ def _never_joined(run_dir: RunDir, called: bool) -> errors.ScriptFailed:
 
 def resumed(run_dir: RunDir, newest: Checkpoint | None) -> Origin:
     """Make the run directory that of a job that goes on from this checkpoint."""
-    from shoal.data.audit import roll_back  # numpy costs a tenth of a second
+    from shoal.data.fed import roll_back  # numpy costs a tenth of a second
 
     generation = run_dir.last_generation()
     at = None if newest is None else {**newest.manifest["record"], "seq": newest.seq}

@@ -1,47 +1,51 @@
 """The job's control server: it feeds what it hears to `membership`, writes the journal, then tells everybody.
 
-    python -m shoal.control.coordinator --dir DIR --min 1 --max 8 --target 4 --budget 5
-
-The process ends with its parent. `EmbeddedCoordinator` runs the same server in a thread. Killed at any time, another
-one on the same directory goes on from the journal, or from what workers and launcher say if there is none.
+Killed at any time, another one on the same directory goes on from the journal, or from what workers and launcher say if
+there is none.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
-import importlib
 import json
 import logging
-import os
-import signal
-import sys
-import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
-from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from shoal.control import lending, prometheus, protocol
 from shoal.control import membership as m
-from shoal.control.environment import COORDINATOR_PLUGIN
+from shoal.control.generation import Generation
+from shoal.control.instructions import (
+    Bye,
+    Excuse,
+    Fence,
+    Granted,
+    Heeded,
+    Instruction,
+    Log,
+    PassOver,
+    Probe,
+    Publish,
+    Refuse,
+    SetTarget,
+    Settled,
+    Stop,
+)
 from shoal.control.journal import Journal, JournalDamaged, put_aside
-from shoal.control.membership import Instruction, Membership, Outcome, State
+from shoal.control.membership import Membership, Outcome, State
 from shoal.control.protocol import CommandReply, CommandRequest, FromLauncher, FromWorker, ToLauncher, ToWorker
-from shoal.control.rundir import RunDir, finite
-from shoal.control.timeouts import DEFAULT_BUDGET_S, Timeouts
-from shoal.data.leases import Lent
+from shoal.control.rebuild import Rebuilding, Report, Roster
+from shoal.control.rundir import RunDir
+from shoal.control.status import Figures
 from shoal.errors import SettingsContradict, ShoalError
 from shoal.metrics import EventLog, event_line, fault_point
-from shoal.process import die_with
 from shoal.wording import counted
 
 OnError = Literal["stop", "relaunch"]
 Event = Callable[[Membership, float], Outcome]
-RATE_WINDOW_S = 10.0
 NOTES = ("checkpointed", "checkpoint_failed")  # kinds of events that workers tell of
 
 _log = logging.getLogger("shoal.coordinator")
@@ -63,43 +67,6 @@ class Outbox:
         while (message := await self._queue.get()) is not None:
             await context.write(message)
             fault_point("told")
-
-
-class Rebuilding:
-    """The journal is lost: what is heard until there is enough to go on. Decisions wait for that long."""
-
-    def __init__(self, events: Path, until: float) -> None:
-        self._until = until
-        self.number, self.slots, self.losses = _remembered(events)
-        self.reports: dict[str, m.Report] = {}
-        self.rosters: dict[str, m.Roster] = {}
-        self._gone: set[str] = set()
-
-    def on_gone(self, worker_id: str) -> None:
-        self._gone.add(worker_id)
-
-    def complete(self, now: float) -> bool:
-        """Whether the launcher is here and all of its workers have come back or are dead; or it took too long."""
-        live = {worker_id for roster in self.rosters.values() for worker_id in roster.live}
-        return now >= self._until or (bool(self.rosters) and live <= self.reports.keys() | self._gone)
-
-
-def _remembered(events: Path) -> tuple[int, dict[str, int], int]:
-    """The highest number of a generation, the slot of every worker, and how often a journal was lost, from as much of
-    the event log as is whole."""
-    number, slots, losses = 0, {}, 0
-    for line in events.read_bytes().split(b"\n"):
-        try:
-            event = json.loads(line)
-            if event["event"] == "generation":
-                number = max(number, int(event["number"]))
-            elif event["event"] == "joined":
-                slots[str(event["worker_id"])] = int(event["slot"])
-            elif event["event"] == "journal_lost":
-                losses += 1
-        except (ValueError, KeyError, TypeError):
-            continue
-    return number, slots, losses
 
 
 class Coordinator:
@@ -127,16 +94,16 @@ class Coordinator:
         self._inbox: list[Event] = []
         self._workers: dict[str, Outbox] = {}
         self._launchers: dict[str, Outbox] = {}
-        self._pids: dict[str, int] = {}
-        self._beats: dict[str, Any] = {}
-        self._front: Any = FromWorker().beat  # the newest of the worker that is furthest, also when all have gone
-        self._samples: deque[tuple[float, int]] = deque()
+        self._figures = Figures()
         self._stopping = asyncio.Event()
         self._broken: Exception | None = None
 
     @property
     def generation(self) -> int:
         return self._membership.number
+
+    def status(self) -> dict[str, Any]:
+        return self._figures.status(self.run_dir, self._membership)
 
     async def start(self) -> str:
         """Bind to loopback, at the port of the coordinator before if that is free. Returns host:port. Raises
@@ -149,15 +116,9 @@ class Coordinator:
         self._take_up()
         self._server = grpc.aio.server(options=protocol.SERVER_OPTIONS)
         handlers = {
-            "Work": grpc.stream_stream_rpc_method_handler(
-                self._work, FromWorker.FromString, lambda message: message.SerializeToString()
-            ),
-            "Launch": grpc.stream_stream_rpc_method_handler(
-                self._launch, FromLauncher.FromString, lambda message: message.SerializeToString()
-            ),
-            "Command": grpc.unary_unary_rpc_method_handler(
-                self._command, CommandRequest.FromString, lambda message: message.SerializeToString()
-            ),
+            "Work": grpc.stream_stream_rpc_method_handler(self._work, FromWorker.FromString, protocol.to_bytes),
+            "Launch": grpc.stream_stream_rpc_method_handler(self._launch, FromLauncher.FromString, protocol.to_bytes),
+            "Command": grpc.unary_unary_rpc_method_handler(self._command, CommandRequest.FromString, protocol.to_bytes),
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(protocol.SERVICE, handlers),))
         before = self.run_dir.address()
@@ -193,7 +154,7 @@ class Coordinator:
         elif followed:
             self._event("journal_lost", text=lost)
             until = self._clock() + self._membership.timeouts.budget_s
-            self._rebuilding = Rebuilding(self.run_dir.events, until)
+            self._rebuilding = Rebuilding(self.run_dir, until)
         else:
             self._journal.record(self._membership)
 
@@ -249,36 +210,16 @@ class Coordinator:
         if known is None or not known.complete(self._clock()):
             return
         self._rebuilding = None
-
-        def rebuilt(founding: Membership, now: float) -> Outcome:
-            reports, rosters = known.reports.values(), known.rosters.values()
-            membership, instructions = m.rebuild(founding, reports, rosters, known.slots, known.number, now)
-            newest = "no generation" if membership.newest is None else f"generation {membership.newest.number}"
-            text = f"{newest}, from {counted(len(known.reports), 'worker')}; the next is {membership.number + 1}"
-            lent = self._lent(known)
-            silent = [it.worker_id for it in membership.workers if it.worker_id not in known.reports]
-            membership = replace(membership, lent=replace(lent, strangers=(*lent.strangers, *silent)))
-            return membership, [m.Log("rebuilt", "", text), *instructions]
-
         # Before all that was heard meanwhile: joins, rosters and deaths are handled as after any restart.
-        self._inbox.insert(0, rebuilt)
+        self._inbox.insert(0, known.rebuilt)
         asyncio.get_running_loop().call_soon(self._turn)
-
-    def _lent(self, known: Rebuilding) -> Lent:
-        """What is used, the audit's records know; what is on lease, the workers."""
-        from shoal.data.audit import lent  # numpy costs a tenth of a second
-
-        said = [one.leases for one in known.reports.values() if one.leases is not None and not one.dismissed]
-        held = [lease for one in said for lease in one.held]
-        heard = max((one.heard for one in said), default=0)
-        begun = max((one.extent.pass_index for one in said if one.extent is not None), default=-1)
-        return lent(self.run_dir.audit, held, heard, begun, known.losses)
 
     def _turn(self) -> None:
         try:
             self._handle_inbox()
         except Exception as error:
-            # What was decided may be neither written nor told: the next coordinator goes on from the journal.
+            # Whatever it is, what was decided may be neither written nor told, and the loop would go on as if nothing
+            # were: `serve` raises it instead, and the next coordinator goes on from the journal.
             _log.exception("the coordinator cannot go on")
             self._broken = error
             self.request_stop()
@@ -302,12 +243,9 @@ class Coordinator:
         for line in lines:
             self._events.append(line)
         for instruction in instructions:
-            if isinstance(instruction, (m.Log, m.Publish)):
-                self._counts[instruction.kind if isinstance(instruction, m.Log) else "generation"] += 1
-        for instruction in instructions:
             self._act(instruction)
         if self._membership.lent.passes:
-            self._note_samples(self._membership.lent.used()[0])
+            self._figures.note_samples(self._membership.lent.used()[0], self._clock())
 
     async def _tick(self) -> None:
         while True:
@@ -317,22 +255,7 @@ class Coordinator:
             else:
                 self._go_on_if_rebuilt()
 
-    async def _work(self, requests: AsyncIterator[Any], context: Any) -> None:
-        def opened(join: Any, outbox: Outbox) -> str:
-            self._pids[join.worker_id] = join.pid
-            newest = protocol.from_wire(join.newest) if join.HasField("newest") else None
-            slot = join.slot if join.HasField("slot") else None
-            said = protocol.said_from_wire(join.leases, join.worker_id) if join.HasField("leases") else None
-            report = m.Report(join.worker_id, join.host, slot, newest, join.last_fault, join.dismissed, said)
-            if self._rebuilding is not None:
-                self._rebuilding.reports[report.worker_id] = report
-            self._post(self._joined(report, join.version, outbox))
-            return report.worker_id
-
-        def closed(worker_id: str) -> None:
-            self._post(lambda membership, now: self._disconnected(membership, worker_id))
-
-        await self._converse(requests, context, self._workers, "join", opened, self._heard, closed)
+    # Streams.
 
     async def _converse(
         self,
@@ -369,13 +292,38 @@ class Coordinator:
                 del streams[whose]
                 closed(whose)
 
-    def _joined(self, report: m.Report, version: str, outbox: Outbox) -> Event:
+    async def _admit(self, context: Any) -> None:
+        if not protocol.admits(self._token, context.invocation_metadata()):
+            import grpc
+
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is missing or not this job's")
+
+    # A worker speaks.
+
+    async def _work(self, requests: AsyncIterator[Any], context: Any) -> None:
+        def closed(worker_id: str) -> None:
+            self._post(lambda membership, now: self._disconnected(membership, worker_id))
+
+        await self._converse(requests, context, self._workers, "join", self._enter, self._heard, closed)
+
+    def _enter(self, join: Any, outbox: Outbox) -> str:
+        self._figures.pids[join.worker_id] = join.pid
+        newest = protocol.from_wire(join.newest) if join.HasField("newest") else None
+        slot = join.slot if join.HasField("slot") else None
+        said = protocol.said_from_wire(join.leases, join.worker_id) if join.HasField("leases") else None
+        report = Report(join.worker_id, join.host, slot, newest, join.last_fault, join.dismissed, said)
+        if self._rebuilding is not None:
+            self._rebuilding.reports[report.worker_id] = report
+        self._post(self._joined(report, join.version, outbox))
+        return report.worker_id
+
+    def _joined(self, report: Report, version: str, outbox: Outbox) -> Event:
         worker_id, known = report.worker_id, 0 if report.newest is None else report.newest.number
 
         def event(membership: Membership, now: float) -> Outcome:
             if version != protocol.VERSION:
                 reason = f"it speaks version {version} and the job {protocol.VERSION}; start it from the same shoal"
-                return membership, [m.Refuse(worker_id, reason)]
+                return membership, [Refuse(worker_id, reason)]
             membership, instructions = m.on_join(membership, worker_id, report.host, now, known, report.slot)
             worker = membership.worker(worker_id)
             if worker is not None and not worker.fenced:
@@ -401,13 +349,9 @@ class Coordinator:
 
     def _heard(self, worker_id: str, kind: str, body: Any) -> None:
         if kind == "beat":
-            self._beats[worker_id] = body
-            if body.seq >= self._front.seq:
-                self._front = body
+            self._figures.on_beat(worker_id, body, self._clock())
             if body.HasField("leases"):
                 self._heard(worker_id, "leases", body.leases)
-            else:
-                self._note_samples(body.samples)
             self._post(lambda membership, now: m.on_beat(membership, worker_id, now))
             awaited = tuple(body.waiting_for)
             self._post(lambda membership, now: m.on_waiting(membership, worker_id, awaited, now))
@@ -444,7 +388,9 @@ class Coordinator:
             return m.on_wish(membership, worker_id, wish.number, wish.target, wish.relative)
         except SettingsContradict as mistake:
             _log.warning("%s: %s", worker_id, mistake)
-            return membership, [m.Heeded(worker_id, wish.number)]
+            return membership, [Heeded(worker_id, wish.number)]
+
+    # A launcher speaks.
 
     async def _launch(self, requests: AsyncIterator[Any], context: Any) -> None:
         await self._converse(requests, context, self._launchers, "hello", self._greet, self._heard_launcher)
@@ -454,10 +400,9 @@ class Coordinator:
         live, gone = tuple(worker.worker_id for worker in hello.workers), tuple(hello.gone)
         known = (*live, *gone)
         if self._rebuilding is not None:
-            it, stop = hello.target, hello.stop
-            target = m.SetTarget(it.n, it.finishing, it.number) if hello.HasField("target") else None
-            stopping = m.Stop(stop.reason, stop.failed, stop.kind) if hello.HasField("stop") else None
-            self._rebuilding.rosters[host] = m.Roster(host, live, gone, target, stopping)
+            target = protocol.target_from_wire(hello.target) if hello.HasField("target") else None
+            stopping = protocol.stop_from_wire(hello.stop) if hello.HasField("stop") else None
+            self._rebuilding.rosters[host] = Roster(host, live, gone, target, stopping)
         self._post(lambda membership, now: m.on_roster(membership, host, known))
         for worker in hello.workers:
             self._heard_launcher(host, "started", worker)
@@ -468,7 +413,7 @@ class Coordinator:
             return  # a launcher of a newer version says more than this one understands
         worker_id = body.worker_id
         if kind == "started":
-            self._pids[worker_id] = body.pid
+            self._figures.pids[worker_id] = body.pid
             self._post(lambda membership, now: m.on_join(membership, worker_id, host, now, launched=True))
         elif kind == "gone":
             if self._rebuilding is not None:
@@ -478,6 +423,8 @@ class Coordinator:
             self._post(lambda membership, now: m.on_gone(membership, worker_id, body.reason))
         elif kind == "evidence":
             self._post(lambda membership, now: m.on_evidence(membership, worker_id, body.stopped, body.cpu_time_s, now))
+
+    # Somebody commands.
 
     async def _command(self, request: Any, context: Any) -> Any:
         await self._admit(context)
@@ -493,7 +440,7 @@ class Coordinator:
                     if membership.newest is not None and membership.newest.members:
                         self._tell_worker(membership.newest.members[0].worker_id, ToWorker(checkpoint={}))
                 elif kind == "stop":
-                    outcome = m.on_stop(membership, m.Stop(body.reason))
+                    outcome = m.on_stop(membership, Stop(body.reason))
             except SettingsContradict as mistake:
                 done.set_exception(mistake)
             else:
@@ -507,53 +454,46 @@ class Coordinator:
             return CommandReply(error=str(mistake))
         return CommandReply(status_json=json.dumps(self.status()))
 
-    async def _admit(self, context: Any) -> None:
-        if not protocol.admits(self._token, context.invocation_metadata()):
-            import grpc
-
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is missing or not this job's")
-
     # Instructions go out.
 
     def _act(self, instruction: Instruction) -> None:
-        if isinstance(instruction, m.Publish):
+        if isinstance(instruction, Publish):
             self._publish(instruction.generation, instruction.cause)
-        elif isinstance(instruction, m.Bye):
+        elif isinstance(instruction, Bye):
             self._tell_worker(instruction.worker_id, ToWorker(bye={}))
-        elif isinstance(instruction, m.Refuse):
+        elif isinstance(instruction, Refuse):
             self._tell_worker(instruction.worker_id, ToWorker(refused={"reason": instruction.reason}))
-        elif isinstance(instruction, m.Heeded):
+        elif isinstance(instruction, Heeded):
             self._tell_worker(instruction.worker_id, ToWorker(heeded={"number": instruction.number}))
-        elif isinstance(instruction, m.Granted):
+        elif isinstance(instruction, Granted):
             self._tell_worker(instruction.worker_id, ToWorker(granted=protocol.lease_to_wire(instruction.lease)))
-        elif isinstance(instruction, m.Settled):
+        elif isinstance(instruction, Settled):
             self._tell_worker(instruction.worker_id, ToWorker(settled={"numbers": instruction.numbers}))
-        elif isinstance(instruction, m.PassOver):
+        elif isinstance(instruction, PassOver):
             over = {"pass_index": instruction.pass_index, "complete": instruction.complete}
             self._tell_worker(instruction.worker_id, ToWorker(pass_over=over))
-        elif isinstance(instruction, m.Fence):
+        elif isinstance(instruction, Fence):
             self._tell_launchers(ToLauncher(fence={"worker_id": instruction.worker_id}))
-        elif isinstance(instruction, m.Excuse):
+        elif isinstance(instruction, Excuse):
             self._tell_launchers(ToLauncher(excuse={"worker_id": instruction.worker_id}))
-        elif isinstance(instruction, m.Probe):
+        elif isinstance(instruction, Probe):
             self._tell_launchers(ToLauncher(probe={"worker_id": instruction.worker_id}))
-        elif isinstance(instruction, m.SetTarget):
-            target = {"n": instruction.target, "finishing": instruction.finishing, "number": instruction.number}
-            self._tell_launchers(ToLauncher(target=target))
-        elif isinstance(instruction, m.Stop):
-            stop = {"reason": instruction.reason, "failed": instruction.failed, "kind": instruction.kind}
-            self._tell_launchers(ToLauncher(stop=stop))
+        elif isinstance(instruction, SetTarget):
+            self._tell_launchers(ToLauncher(target=protocol.target_to_wire(instruction)))
+        elif isinstance(instruction, Stop):
+            self._tell_launchers(ToLauncher(stop=vars(instruction)))
         else:
+            self._counts[instruction.kind] += 1
             _log.info("%s %s %s", instruction.kind, instruction.worker_id, instruction.text)
             if instruction.kind in ("left", "lost"):
-                self._forget(instruction.worker_id)
+                self._figures.forget(instruction.worker_id)
 
     def _line(self, instruction: Instruction) -> str | None:
         """What the event log tells of it."""
-        if isinstance(instruction, m.Log):
+        if isinstance(instruction, Log):
             fields = {"worker_id": instruction.worker_id, "text": instruction.text, **instruction.details}
             return event_line(self._wall(), instruction.kind, fields)
-        if isinstance(instruction, m.Publish):
+        if isinstance(instruction, Publish):
             generation = instruction.generation
             fields = {
                 "number": generation.number,
@@ -566,7 +506,8 @@ class Coordinator:
             return event_line(self._wall(), "generation", fields)
         return None
 
-    def _publish(self, generation: m.Generation, cause: str) -> None:
+    def _publish(self, generation: Generation, cause: str) -> None:
+        self._counts["generation"] += 1
         workers = counted(len(generation.members), "worker") + (", paused" if generation.paused else "")
         _log.info("generation %d → %d: %s, %s", generation.number - 1, generation.number, cause, workers)
         message = ToWorker(generation=protocol.to_wire(generation))
@@ -586,164 +527,8 @@ class Coordinator:
         self._events.write(self._wall(), kind, text=text)
         _log.info("%s %s", kind, text)
 
-    def _forget(self, worker_id: str) -> None:
-        for kept in (self._pids, self._beats):
-            kept.pop(worker_id, None)
-
-    # What is known.
-
-    def _note_samples(self, samples: int) -> None:
-        now = self._clock()
-        if not samples:
-            return  # of a job that goes on it is not the beginning, but a worker that does not know yet
-        if not self._samples or samples > self._samples[-1][1]:
-            self._samples.append((now, samples))
-        while len(self._samples) > 2 and now - self._samples[0][0] > RATE_WINDOW_S:
-            self._samples.popleft()
-
-    def _rate(self) -> float:
-        if len(self._samples) < 2:
-            return 0.0
-        (first_at, first), (last_at, last) = self._samples[0], self._samples[-1]
-        return (last - first) / max(last_at - first_at, 1e-9)
-
-    def _phase(self) -> str:
-        newest = self._membership.newest
-        if self._membership.ended:
-            return "ended"
-        if self._membership.stopping is not None:
-            return "stopping"
-        if self._membership.finishing:
-            return "finishing"
-        if newest is None:
-            return "starting"
-        return "paused" if newest.paused else "running"
-
-    def status(self) -> dict[str, Any]:
-        """What `shoal status` shows; everything in it can be written as JSON."""
-        membership = self._membership
-        newest = membership.newest
-        front = self._front
-        # Without lockstep each worker has steps of its own: the job's are their sum.
-        lent = membership.lent
-        step, epoch = (lent.used()[1], lent.epoch()) if lent.passes else (front.step, front.epoch)
-        workers = []
-        for worker in membership.workers:
-            beat = self._beats.get(worker.worker_id)
-            workers.append(
-                {
-                    "worker_id": worker.worker_id,
-                    "rank": newest.rank(worker.worker_id) if newest and worker.state is State.MEMBER else None,
-                    "slot": worker.member.slot,
-                    "host": worker.member.host,
-                    "state": worker.state.value,
-                    "pid": self._pids.get(worker.worker_id),
-                    "step": None if beat is None else beat.step,
-                    "seconds": {} if beat is None else dict(beat.seconds),
-                    "suspect": worker.life.suspect,
-                }
-            )
-        return {
-            "dir": str(self.run_dir.path),
-            "phase": self._phase(),
-            "reason": "" if membership.stopping is None else membership.stopping.reason,
-            "generation": membership.number,
-            "workers": workers,
-            "seq": front.seq,
-            "step": step,
-            "epoch": epoch,
-            "samples": self._samples[-1][1] if self._samples else 0,
-            "evaluating": front.evaluating if front.HasField("evaluating") else None,
-            "evaluated": front.evaluated,
-            "rate": self._rate(),
-            "loss": finite(front.loss) if front.seq else None,
-            "metrics": {name: value for name, value in front.metrics.items() if finite(value) is not None},
-            "target": membership.target,
-            "min": membership.min_size,
-            "max": membership.max_size,
-        }
-
-
-class EmbeddedCoordinator:
-    """A coordinator in a daemon thread of this process, for a job of one worker and for tests."""
-
-    def __init__(self, run_dir: RunDir, membership: Membership, on_error: OnError = "stop") -> None:
-        self._run_dir = run_dir
-        self._membership = membership
-        self._on_error: OnError = on_error
-        self._started = threading.Event()
-        self._address = ""
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="shoal-coordinator", daemon=True)
-
-    def start(self) -> str:
-        """host:port, once it serves. Raises what kept it from serving."""
-        self._thread.start()
-        self._started.wait()
-        if self._error is not None:
-            raise self._error
-        return self._address
-
-    def stop(self) -> None:
-        """Ends the server; workers are not told, as if it had been killed."""
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._coordinator.request_stop)
-            self._thread.join()
-
-    def _run(self) -> None:
-        try:
-            asyncio.run(self._serve())
-        except Exception as error:
-            self._error = error
-            _log.exception("the coordinator ended")
-        finally:
-            self._started.set()
-
-    async def _serve(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._coordinator = Coordinator(self._run_dir, self._membership, self._on_error)
-        await self._coordinator.serve(self._serving)
-
-    def _serving(self, address: str) -> None:
-        self._address = address
-        self._started.set()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m shoal.control.coordinator", description=__doc__.split("\n")[0])
-    parser.add_argument("--dir", required=True, help="the run directory")
-    parser.add_argument("--min", type=int, default=1, help="fewer members than this pause the job")
-    parser.add_argument("--max", type=int, default=m.MAX_SLOTS, help="no more members than this")
-    parser.add_argument("--target", type=int, default=1, help="how many workers found the job")
-    parser.add_argument(
-        "--budget", type=float, default=DEFAULT_BUDGET_S, help="seconds an awaited worker may be silent"
-    )
-    parser.add_argument("--on-error", choices=get_args(OnError), default="stop", help="when a worker's code raises")
-    parser.add_argument(
-        "--generation", type=int, default=0, help="the highest number used before, for a job that goes on"
-    )
-    parser.add_argument("--after", default="", help="how the coordinator before this one ended, if there was one")
-    parser.add_argument("--parent", type=int, help="the pid that started this; exit if it is not the parent")
-    options = parser.parse_args()
-    die_with(options.parent if options.parent is not None else os.getppid())
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-
-    async def serve() -> None:
-        membership = m.found(options.min, options.max, options.target, Timeouts(options.budget))
-        membership = replace(membership, number=options.generation)
-        coordinator = Coordinator(RunDir.open(options.dir), membership, options.on_error, options.after)
-        if plugin := os.environ.get(COORDINATOR_PLUGIN):
-            module, function = plugin.split(":")
-            getattr(importlib.import_module(module), function)(coordinator)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, coordinator.request_stop)
-        await coordinator.serve()
-
-    try:
-        asyncio.run(serve())
-    except ShoalError as error:
-        sys.exit(f"{type(error).__name__}: {error}")
-
 
 if __name__ == "__main__":
+    from shoal.control.serve import main  # it imports this module, under its own name
+
     main()

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from shoal.control import membership as m
-from shoal.control.membership import Membership
+from shoal.control.generation import Generation, Member
+from shoal.control.instructions import Stop
+from shoal.control.membership import Life, Membership, State, Worker
+from shoal.control.timeouts import Timeouts
+from shoal.data import leases
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS journal
@@ -50,14 +53,14 @@ class Journal:
         """What was last recorded, with everybody alive at `now`; None in a new journal."""
         try:
             row = self._database.execute("SELECT membership, lines, at_bytes FROM journal").fetchone()
-            return None if row is None else Entry(m.from_json(row[0], now), tuple(json.loads(row[1])), row[2])
+            return None if row is None else Entry(from_json(row[0], now), tuple(json.loads(row[1])), row[2])
         except (sqlite3.DatabaseError, ValueError, KeyError, TypeError) as error:
             self._database.close()
             raise JournalDamaged(f"{type(error).__name__}: {error}") from error
 
     def record(self, membership: Membership, lines: Sequence[str] = (), at_bytes: int = 0) -> None:
         """Call it before anything of this change is told to anybody."""
-        row = (m.to_json(membership), json.dumps(lines), at_bytes)
+        row = (to_json(membership), json.dumps(lines), at_bytes)
         self._database.execute("INSERT OR REPLACE INTO journal VALUES (0, ?, ?, ?)", row)
 
     def close(self) -> None:
@@ -74,3 +77,37 @@ def put_aside(path: Path) -> Path | None:
     while (aside := path.with_name(f"{path.stem}.damaged-{number}")).exists():
         number += 1
     return path.rename(aside)
+
+
+def to_json(membership: Membership) -> str:
+    """Everything but the signs of life."""
+    value = asdict(membership)
+    del value["ticked_at"]
+    for worker in value["workers"]:
+        del worker["life"]
+    return json.dumps(value)
+
+
+def from_json(text: str, now: float) -> Membership:
+    """The membership as it was written; everybody counts as alive at `now`, and nobody as awaited."""
+    value = json.loads(text)
+    newest = value.pop("newest")
+    if newest is not None:
+        newest["members"] = tuple(Member(**member) for member in newest["members"])
+        newest["leavers"] = tuple(Member(**member) for member in newest["leavers"])
+        newest = Generation(**newest)
+    workers = tuple(
+        Worker(
+            **{**worker, "member": Member(**worker["member"]), "state": State(worker["state"])},
+            life=Life(alive_at=now),
+        )
+        for worker in value.pop("workers")
+    )
+    timeouts = Timeouts(**value.pop("timeouts"))
+    causes = tuple(value.pop("causes"))
+    stop = value.pop("stopping")
+    stopping = None if stop is None else Stop(**stop)
+    lent = leases.from_dict(value.pop("lent"))
+    return Membership(
+        **value, newest=newest, workers=workers, timeouts=timeouts, causes=causes, stopping=stopping, lent=lent
+    )

@@ -5,17 +5,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shoal.control.membership import (
-    Granted,
-    Instruction,
-    Log,
-    Membership,
-    Outcome,
-    PassOver,
-    Settled,
-    State,
-    fence,
-)
+from shoal.control.instructions import Granted, Instruction, Log, PassOver, Settled
+from shoal.control.membership import Membership, Outcome, State, fence
 from shoal.data import leases
 from shoal.data.leases import Said, Wish
 from shoal.wording import counted
@@ -34,14 +25,14 @@ def on_said(membership: Membership, worker_id: str, said: Said) -> Outcome:
     lent, settled = membership.lent, []
     if worker_id in lent.strangers:
         if said.held:
-            return fence(membership, worker_id, "it comes too late with its leases: the job has taken them back")
+            return fence(membership, worker, "it comes too late with its leases: the job has taken them back")
         lent = replace(lent, strangers=tuple(other for other in lent.strangers if other != worker_id))
     for lease in said.held:
         known = lent.lease(lease.number)
         if known is not None and known.worker_id == worker_id:
             lent = leases.note(lent, lease.number, lease.used)
         elif lease.number not in said.ended:
-            return fence(membership, worker_id, f"it has lease {lease.number}, which the job has taken back")
+            return fence(membership, worker, f"it has lease {lease.number}, which the job has taken back")
         if lease.number in said.ended:
             lent = leases.end(lent, lease.number)
             settled.append(lease.number)

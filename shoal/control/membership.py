@@ -6,50 +6,32 @@ changes become one generation. Nothing here reads a clock or knows a socket.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
+from shoal.control.generation import MAX_SLOTS, Generation, Member
+from shoal.control.instructions import (
+    Bye,
+    Excuse,
+    Fence,
+    Heeded,
+    Instruction,
+    Log,
+    Probe,
+    Publish,
+    Refuse,
+    SetTarget,
+    Stop,
+)
 from shoal.control.timeouts import Timeouts
-from shoal.data import leases
-from shoal.data.leases import Lease, Lent, Said
+from shoal.data.leases import Lent
 from shoal.errors import DataUnusable, OutOfSharedMemory, SettingsContradict
 from shoal.wording import counted
 
-MAX_SLOTS = 256
-
 # What more workers can bring about: a newcomer that fails so is refused, and the job goes on as it was.
 REFUSABLE = (OutOfSharedMemory, DataUnusable, SettingsContradict)
-
-
-@dataclass(frozen=True)
-class Member:
-    worker_id: str
-    slot: int
-    host: str
-
-
-@dataclass(frozen=True)
-class Generation:
-    """One agreed set of workers. A member's rank is its index; leavers must acknowledge before others go on."""
-
-    number: int
-    members: tuple[Member, ...]
-    leavers: tuple[Member, ...] = ()
-    fault: bool = False
-    paused: bool = False
-    finishing: bool = False  # some worker's script has come to its end, or the job was stopped
-
-    def rank(self, worker_id: str) -> int | None:
-        return next((rank for rank, member in enumerate(self.members) if member.worker_id == worker_id), None)
-
-    def leaves(self, worker_id: str) -> bool:
-        return any(member.worker_id == worker_id for member in self.leavers)
-
-    def lists(self, worker_id: str) -> bool:
-        return self.rank(worker_id) is not None or self.leaves(worker_id)
 
 
 class State(str, Enum):
@@ -92,15 +74,6 @@ class Worker:
 
 
 @dataclass(frozen=True)
-class Stop:
-    """The job ends: why, and the class of the error if it failed. For the launcher, and kept until it has ended."""
-
-    reason: str
-    failed: bool = False
-    kind: str = ""
-
-
-@dataclass(frozen=True)
 class Membership:
     """Signs of life do not take part in comparison: two equal memberships need only one entry in the journal."""
 
@@ -137,6 +110,9 @@ class Membership:
         return too_few and not self.finishing
 
 
+Outcome = tuple[Membership, list[Instruction]]
+
+
 def found(min_size: int, max_size: int, target: int, timeouts: Timeouts | None = None) -> Membership:
     """The membership of a job nobody has joined yet. Raises SettingsContradict when the sizes cannot all hold."""
     if not 1 <= min_size <= target <= max_size <= MAX_SLOTS:
@@ -145,103 +121,6 @@ def found(min_size: int, max_size: int, target: int, timeouts: Timeouts | None =
             f"they must satisfy 1 ≤ min ≤ target ≤ max ≤ {MAX_SLOTS}; change -n"
         )
     return Membership(min_size, max_size, target, founders=target, timeouts=timeouts or Timeouts())
-
-
-# Instructions: what the edge is to do.
-
-
-@dataclass(frozen=True)
-class Publish:
-    generation: Generation
-    cause: str
-
-
-@dataclass(frozen=True)
-class Fence:
-    worker_id: str
-
-
-@dataclass(frozen=True)
-class Probe:
-    worker_id: str
-
-
-@dataclass(frozen=True)
-class Excuse:
-    """For the launcher: the worker leaves, and needs no replacement however it ends."""
-
-    worker_id: str
-
-
-@dataclass(frozen=True)
-class Bye:
-    worker_id: str
-
-
-@dataclass(frozen=True)
-class Refuse:
-    worker_id: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class SetTarget:
-    """For the launcher: how many workers there should be, beside those that are excused. With `finishing`, one that
-    exits needs no replacement. One that it has heard before, by `number`, says nothing new."""
-
-    target: int
-    finishing: bool
-    number: int = field(default=0, compare=False)
-
-
-@dataclass(frozen=True)
-class Log:
-    """Something for the event log."""
-
-    kind: str
-    worker_id: str
-    text: str = ""
-    details: Mapping[str, Any] = field(default_factory=dict, compare=False)
-
-
-@dataclass(frozen=True)
-class Heeded:
-    """For the worker: its wish of that number need not be told again."""
-
-    worker_id: str
-    number: int
-
-
-@dataclass(frozen=True)
-class Granted:
-    """For the worker: it has this lease."""
-
-    worker_id: str
-    lease: Lease
-
-
-@dataclass(frozen=True)
-class Settled:
-    """For the worker: these leases of its are over, and need not be told of again."""
-
-    worker_id: str
-    numbers: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class PassOver:
-    """For the worker: there is no more of the pass, because every sample of it is used; or it is not complete, and
-    others have left it early."""
-
-    worker_id: str
-    pass_index: int
-    complete: bool = True
-
-
-Instruction = (
-    Publish | Fence | Probe | Excuse | Bye | Refuse | Heeded | SetTarget | Stop | Log | Granted | Settled | PassOver
-)
-Outcome = tuple[Membership, list[Instruction]]
 
 
 # Workers come.
@@ -267,7 +146,7 @@ def on_join(
         if launched:
             return _put(membership, replace(known, launched=True)), []
         if slot is not None and slot != known.member.slot:
-            return _fence(membership, known, f"it has slot {slot}, and the job knows it in {known.member.slot}")
+            return fence(membership, known, f"it has slot {slot}, and the job knows it in {known.member.slot}")
         again = replace(known, life=replace(known.life, alive_at=now, connected=True))
         return _put(membership, again), [Bye(worker_id)] if known.state is State.PARTED else []
     free = free_slots(membership)
@@ -432,7 +311,7 @@ def on_scale(membership: Membership, target: int) -> Outcome:
     membership, told = _set_target(membership, target, membership.finishing)
     if membership.newest is None:
         membership = replace(membership, founders=target)
-    membership, leaving = _shed(membership, membership.in_state(State.JOINING, State.WARM, State.MEMBER))
+    membership, leaving = shed(membership, membership.in_state(State.JOINING, State.WARM, State.MEMBER))
     return membership, [Log("scaled", "", text), *told, *leaving]
 
 
@@ -443,7 +322,7 @@ def on_stop(membership: Membership, stop: Stop) -> Outcome:
         return membership, []
     membership, told = _set_target(membership, membership.target, finishing=True)
     membership = replace(membership, stopping=stop, fault=membership.fault or stop.failed)
-    membership, leaving = _dismiss_all(membership)
+    membership, leaving = dismiss_all(membership)
     return membership, [Log("stopping", "", stop.reason), stop, *told, *leaving]
 
 
@@ -501,7 +380,7 @@ def on_tick(membership: Membership, now: float) -> Outcome:
         # A worker may have been silent for long before anybody waited: probes get half the budget to speak for it.
         if silent_s >= allowed_s and now - awaited_since >= timeouts.budget_s / 2:
             reason = f"no sign of life for {silent_s:.1f} s while awaited"
-            membership, fencing = _fence(membership, replace(worker, life=life), reason)
+            membership, fencing = fence(membership, replace(worker, life=life), reason)
             instructions += fencing
             continue
         if life.probed_at is None or now - life.probed_at >= timeouts.probe_s:
@@ -579,101 +458,6 @@ def _can_found(membership: Membership) -> bool:
     return complete and warm >= membership.min_size
 
 
-# Without a journal.
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a worker that reconnects knows. All of them together know what the membership was."""
-
-    worker_id: str
-    host: str
-    slot: int | None = None  # None: it was never welcomed
-    newest: Generation | None = None  # of those that list it
-    last_fault: int = 0
-    dismissed: bool = False  # it was told Bye
-    leases: Said | None = None  # None: it has had none
-
-
-@dataclass(frozen=True)
-class Roster:
-    """What the launcher of a host knows: its workers, and what it last heard from the coordinator."""
-
-    host: str
-    live: tuple[str, ...] = ()
-    gone: tuple[str, ...] = ()  # dead too, but how they ended is still to be told
-    target: SetTarget | None = None
-    stopping: Stop | None = None
-
-
-def rebuild(
-    founding: Membership,
-    reports: Iterable[Report],
-    rosters: Iterable[Roster],
-    slots: Mapping[str, int],
-    number: int,
-    now: float,
-) -> Outcome:
-    """The membership after the journal was lost: `founding` with what those who live say. `slots`, in the order of
-    joining, and `number`, the highest generation's, are what the event log knows: it speaks for those who say nothing.
-
-    The newest generation that anybody knows is in force. Who stands in it is what it says there; who stood in an older
-    one and not in this was let go; all others have not been members yet. Feed the joins and rosters to the handlers
-    afterwards, as after any restart: they bring the deaths.
-    """
-    joined = {worker_id: place for place, worker_id in enumerate(slots)}
-    ordered = sorted(reports, key=lambda report: joined.get(report.worker_id, len(joined)))
-    told = {report.worker_id: report for report in ordered}
-    rosters = list(rosters)
-    known = [report.newest for report in told.values() if report.newest is not None]
-    newest = max(known, key=lambda generation: generation.number, default=None)
-    listed = () if newest is None else (*newest.members, *newest.leavers)
-    workers: dict[str, Worker] = {}
-    for seniority, member in enumerate(listed, 1):
-        report = told.get(member.worker_id)
-        state = State.MEMBER if newest is not None and newest.rank(member.worker_id) is not None else State.LEAVING
-        if report is not None and report.dismissed:
-            state = State.PARTED
-        worker = Worker(member, state, Life(alive_at=now), seniority, founder=False, launched=True)
-        workers[member.worker_id] = worker
-    for report in told.values():
-        if report.slot is not None and report.worker_id not in workers:
-            state = State.PARTED if report.dismissed or report.newest is not None else State.JOINING
-            member = Member(report.worker_id, report.slot, report.host)
-            workers[report.worker_id] = Worker(member, state, Life(alive_at=now), founder=newest is None)
-    taken = {worker.member.slot for worker in workers.values()}
-    for roster in rosters:
-        for worker_id in roster.live:
-            slot = slots.get(worker_id)
-            if worker_id not in workers and slot is not None and slot not in taken:
-                member = Member(worker_id, slot, roster.host)
-                workers[worker_id] = Worker(member, State.JOINING, Life(alive_at=now), founder=newest is None)
-                taken.add(slot)
-    heard = max((it.target for it in rosters if it.target is not None), key=lambda it: it.number, default=None)
-    stopping = next((roster.stopping for roster in rosters if roster.stopping is not None), None)
-    target = founding.target if heard is None else heard.target
-    membership = replace(
-        founding,
-        target=target,
-        founders=target,
-        targets=0 if heard is None else heard.number,
-        workers=tuple(workers.values()),
-        newest=newest,
-        number=max(number, 0 if newest is None else newest.number),
-        last_fault=max((report.last_fault for report in told.values()), default=0),
-        seniority=len(listed),
-        started=max(len(workers), sum(len(roster.live) + len(roster.gone) for roster in rosters)),
-        finishing=any(it is not None and it.finishing for it in (newest, heard)) or stopping is not None,
-        stopping=stopping,
-    )
-    # The launcher may have heard of what no worker has.
-    if stopping is not None:
-        return _dismiss_all(membership)
-    alive = {worker_id for roster in rosters for worker_id in roster.live}
-    active = membership.in_state(State.JOINING, State.WARM, State.MEMBER)
-    return _shed(membership, [worker for worker in active if worker.worker_id in alive])
-
-
 # Small steps the handlers share.
 
 
@@ -687,7 +471,7 @@ def _set_target(membership: Membership, target: int, finishing: bool) -> Outcome
     return membership, [SetTarget(target, finishing, membership.targets)]
 
 
-def _shed(membership: Membership, active: list[Worker]) -> Outcome:
+def shed(membership: Membership, active: list[Worker]) -> Outcome:
     """As many of the active leave as are above the target. Those who have contributed least go first: not yet warm,
     not yet members, then the newest members."""
     instructions: list[Instruction] = []
@@ -702,7 +486,7 @@ def _shed(membership: Membership, active: list[Worker]) -> Outcome:
     return membership, instructions
 
 
-def _dismiss_all(membership: Membership) -> Outcome:
+def dismiss_all(membership: Membership) -> Outcome:
     instructions: list[Instruction] = []
     for worker in membership.workers:
         membership, leaving = on_leave(membership, worker.worker_id, "the job stops")
@@ -710,12 +494,7 @@ def _dismiss_all(membership: Membership) -> Outcome:
     return membership, instructions
 
 
-def fence(membership: Membership, worker_id: str, reason: str) -> Outcome:
-    worker = membership.worker(worker_id)
-    return (membership, []) if worker is None else _fence(membership, worker, reason)
-
-
-def _fence(membership: Membership, worker: Worker, reason: str) -> Outcome:
+def fence(membership: Membership, worker: Worker, reason: str) -> Outcome:
     membership = _put(membership, replace(worker, fenced=reason))
     return membership, [Log("fenced", worker.worker_id, reason), Fence(worker.worker_id)]
 
@@ -755,40 +534,3 @@ def _mark_awaited(membership: Membership, now: float) -> Membership:
             life = replace(life, awaited_since=now)
         workers.append(worker if life == worker.life else replace(worker, life=life))
     return replace(membership, workers=tuple(workers))
-
-
-# The journal's form.
-
-
-def to_json(membership: Membership) -> str:
-    """Everything but the signs of life."""
-    value = asdict(membership)
-    del value["ticked_at"]
-    for worker in value["workers"]:
-        del worker["life"]
-    return json.dumps(value)
-
-
-def from_json(text: str, now: float) -> Membership:
-    """The membership as it was written; everybody counts as alive at `now`, and nobody as awaited."""
-    value = json.loads(text)
-    newest = value.pop("newest")
-    if newest is not None:
-        newest["members"] = tuple(Member(**member) for member in newest["members"])
-        newest["leavers"] = tuple(Member(**member) for member in newest["leavers"])
-        newest = Generation(**newest)
-    workers = tuple(
-        Worker(
-            **{**worker, "member": Member(**worker["member"]), "state": State(worker["state"])},
-            life=Life(alive_at=now),
-        )
-        for worker in value.pop("workers")
-    )
-    timeouts = Timeouts(**value.pop("timeouts"))
-    causes = tuple(value.pop("causes"))
-    stop = value.pop("stopping")
-    stopping = None if stop is None else Stop(**stop)
-    lent = leases.from_dict(value.pop("lent"))
-    return Membership(
-        **value, newest=newest, workers=workers, timeouts=timeouts, causes=causes, stopping=stopping, lent=lent
-    )

@@ -12,12 +12,14 @@ from __future__ import annotations
 import hmac
 import os
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-from shoal.control.membership import Generation, Member
+from shoal.control.generation import Generation, Member
+from shoal.control.instructions import SetTarget, Stop
 from shoal.data.leases import Extent, Lease, Said, Shard
 
 # gRPC reads these when it is imported. Loader workers are forked from a process that has channels: its own fork
@@ -70,6 +72,11 @@ CommandRequest: Any = _classes["CommandRequest"]
 CommandReply: Any = _classes["CommandReply"]
 
 
+def to_bytes(message: Any) -> bytes:
+    data: bytes = message.SerializeToString()
+    return data
+
+
 def kind_of(message: Any) -> tuple[str, Any]:
     """The name and the body of the one kind that is set; ("", None) when none is, as from a newer sender."""
     name = message.WhichOneof("kind")
@@ -77,19 +84,8 @@ def kind_of(message: Any) -> tuple[str, Any]:
 
 
 def to_wire(generation: Generation) -> dict[str, Any]:
-    """The body of the message."""
-
-    def listed(members: Iterable[Member]) -> list[dict[str, Any]]:
-        return [{"worker_id": member.worker_id, "slot": member.slot, "host": member.host} for member in members]
-
-    return {
-        "number": generation.number,
-        "members": listed(generation.members),
-        "leavers": listed(generation.leavers),
-        "fault": generation.fault,
-        "paused": generation.paused,
-        "finishing": generation.finishing,
-    }
+    """The body of the message, whose fields have the same names."""
+    return asdict(generation)
 
 
 def from_wire(body: Any) -> Generation:
@@ -98,6 +94,18 @@ def from_wire(body: Any) -> Generation:
 
     members, leavers = listed(body.members), listed(body.leavers)
     return Generation(body.number, members, leavers, body.fault, body.paused, body.finishing)
+
+
+def target_to_wire(target: SetTarget) -> dict[str, Any]:
+    return {"n": target.target, "finishing": target.finishing, "number": target.number}
+
+
+def target_from_wire(body: Any) -> SetTarget:
+    return SetTarget(body.n, body.finishing, body.number)
+
+
+def stop_from_wire(body: Any) -> Stop:
+    return Stop(body.reason, body.failed, body.kind)
 
 
 def lease_to_wire(lease: Lease) -> dict[str, int]:

@@ -207,7 +207,7 @@ class RunDir:
 
     def last_generation(self) -> int:
         """The highest number that anybody may have heard of."""
-        from shoal.data.audit import last_generation  # numpy costs a tenth of a second
+        from shoal.data.fed import last_generation  # numpy costs a tenth of a second
 
         told = (event["number"] for event in read_events(self.events) if event["event"] == "generation")
         return max(max(told, default=0), last_generation(self.audit))

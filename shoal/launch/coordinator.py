@@ -11,7 +11,7 @@ import sys
 import time
 
 from shoal import errors
-from shoal.control import client
+from shoal.control import commands
 from shoal.control.coordinator import OnError
 from shoal.control.rundir import RunDir
 from shoal.control.timeouts import Timeouts
@@ -138,7 +138,7 @@ class CoordinatorKeeper:
             await asyncio.sleep(self._timeouts.budget_s)
             watched, within_s = self._process, self._timeouts.command_s
             try:
-                await asyncio.to_thread(client.status, self._run_dir, within_s)
+                await asyncio.to_thread(commands.status, self._run_dir, within_s)
             except errors.JobNotFound:
                 if watched is self._process and not watched.ended.is_set():
                     watched.kill(f"no answer for {within_s:g} s")

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from shoal import checkpoints, errors
-from shoal.control import client
+from shoal.control import client, commands
 from shoal.control.coordinator import OnError
 from shoal.control.environment import WorkerEnvironment
-from shoal.control.membership import REFUSABLE, SetTarget, Stop
+from shoal.control.instructions import SetTarget, Stop
+from shoal.control.membership import REFUSABLE
 from shoal.control.rundir import Committed, RunDir
 from shoal.control.timeouts import Timeouts
 from shoal.launch.coordinator import CoordinatorKeeper
@@ -366,7 +367,7 @@ class Job:
 
     def _tell_stop(self, reason: str) -> None:
         with contextlib.suppress(errors.JobNotFound):  # it ended meanwhile, or hangs: the workers get a signal too
-            client.stop(self._run_dir, reason, self._timeouts.budget_s)
+            commands.stop(self._run_dir, reason, self._timeouts.budget_s)
 
     # ---- tasks
 

@@ -8,7 +8,7 @@ import json
 from collections.abc import Container
 
 from shoal import errors
-from shoal.control import client
+from shoal.control import commands
 from shoal.control.rundir import RunDir
 from shoal.data.progress import Passes
 from shoal.launch.screen import Screen, transition_line
@@ -52,7 +52,7 @@ class Output:
         every_s = _LIVE_PROGRESS_S if self._screen.live else _PLAIN_PROGRESS_S
         passes = Passes(self._run_dir.audit)
         newest = 0
-        with client.Commands(self._run_dir) as coordinator:
+        with commands.Commands(self._run_dir) as coordinator:
             while True:
                 await asyncio.sleep(every_s)
                 with contextlib.suppress(errors.JobNotFound):  # it does not answer just now

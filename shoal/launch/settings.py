@@ -12,7 +12,7 @@ from shoal import __version__, errors
 from shoal.checkpoints import DEFAULT_EVERY, DEFAULT_KEEP, Every
 from shoal.control import prometheus
 from shoal.control.coordinator import OnError
-from shoal.control.membership import MAX_SLOTS
+from shoal.control.generation import MAX_SLOTS
 from shoal.control.timeouts import DEFAULT_BUDGET_S, Timeouts
 from shoal.launch.relaunch import Relaunch, default_restarts
 from shoal.launch.tail import LOG_LIMIT_BYTES

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from shoal.control.membership import Generation, Member
+from shoal.control.generation import Generation, Member
 from shoal.errors import Changed
 from shoal.metrics import fault_point
 from shoal.seconds import EXCHANGE, WAIT, Seconds

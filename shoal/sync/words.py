@@ -11,7 +11,7 @@ import os
 import platform
 from collections.abc import Sequence
 
-from shoal.control.membership import MAX_SLOTS
+from shoal.control.generation import MAX_SLOTS
 from shoal.sync.memory import HostMemory, map_bytes
 
 # A slot's words, by index of 8 bytes within its cache line.

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from shoal import errors
-from shoal.control import client
+from shoal.control import commands
 from shoal.control.environment import COORDINATOR_PLUGIN, WorkerEnvironment
 from shoal.control.rundir import Committed, RunDir
 from shoal.data.audit import AuditReport, audit
@@ -129,16 +129,16 @@ class LocalJob:
     def status(self) -> dict[str, Any]:
         """What `shoal status --json` prints; empty while the coordinator does not answer yet."""
         try:
-            return client.status(RunDir.open(self.directory))
+            return commands.status(RunDir.open(self.directory))
         except errors.UserMistake:
             return {}
 
     def scale(self, target: int) -> None:
-        client.scale(RunDir.open(self.directory), target)
+        commands.scale(RunDir.open(self.directory), target)
 
     def stop(self) -> None:
         """As `shoal stop` does."""
-        client.stop(RunDir.open(self.directory), "asked by a test")
+        commands.stop(RunDir.open(self.directory), "asked by a test")
 
     def coordinator(self) -> int:
         """The pid of the coordinator, waited for until it serves: its predecessor may have just been killed."""
@@ -167,7 +167,7 @@ class LocalJob:
         """Ask for a checkpoint, as `shoal checkpoint` does; the event that tells of it."""
         run_dir = RunDir.open(self.directory)
         before = len(self.events("checkpointed"))
-        client.checkpoint(run_dir)
+        commands.checkpoint(run_dir)
         self.wait_until(lambda: len(self.events("checkpointed")) > before)
         return self.events("checkpointed")[before]
 

@@ -9,8 +9,8 @@ from dataclasses import asdict
 
 from shoal import errors
 from shoal.control.client import Client
-from shoal.data.audit import AuditWriter, Fed, digest
 from shoal.data.batches import Fetched, Loader
+from shoal.data.fed import AuditWriter, Fed, digest
 from shoal.data.leases import Lease, extent_of
 from shoal.data.ledger import Pass
 from shoal.metrics import fault_point

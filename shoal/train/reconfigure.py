@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from shoal.control.client import Client
-from shoal.control.membership import Generation
+from shoal.control.generation import Generation
 from shoal.errors import Changed
 from shoal.metrics import fault_point
 from shoal.seconds import Seconds

@@ -51,8 +51,8 @@ def _run_launched(main: Callable[[Worker], None], environment: WorkerEnvironment
 
 
 def _run_alone(main: Callable[[Worker], None], environment: WorkerEnvironment) -> None:
-    from shoal.control.coordinator import EmbeddedCoordinator
     from shoal.control.membership import found
+    from shoal.control.serve import EmbeddedCoordinator
 
     try:
         script = sys.argv[0] or "python"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from shoal import errors
-from shoal.data.audit import AuditWriter, Fed, digest
+from shoal.data.fed import AuditWriter, Fed, digest
 from shoal.data.ledger import Cursor, Pass, advance, split
 from shoal.metrics import fault_point
 from shoal.sync.group import Group

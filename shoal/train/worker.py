@@ -24,13 +24,14 @@ from torch.utils.data import Dataset
 
 from shoal import errors, metrics, process
 from shoal.checkpoints import Every
-from shoal.control.client import Client, Progress, status
+from shoal.control.client import Client, Progress
+from shoal.control.commands import status
 from shoal.control.environment import WorkerEnvironment
 from shoal.control.rundir import RunDir
 from shoal.control.timeouts import Timeouts
 from shoal.data import ledger
-from shoal.data.audit import AuditWriter, declare
 from shoal.data.batches import Fetched, Loader
+from shoal.data.fed import AuditWriter, declare
 from shoal.data.indexed import samples_in
 from shoal.data.ledger import ENDED, Cursor, Pass
 from shoal.errors import Changed

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from shoal import errors
-from shoal.control import client, rundir
+from shoal.control import commands, rundir
 from shoal.control.rundir import Committed, RunDir
 from shoal.control.timeouts import Timeouts
 from shoal.data.progress import Passes, Progress, leased
@@ -29,7 +29,7 @@ def name_of(run_dir: RunDir) -> str:
 def live(run_dir: RunDir, timeout_s: float = Timeouts().command_s) -> dict[str, Any]:
     """What the coordinator says; empty if none answers."""
     with contextlib.suppress(errors.JobNotFound):
-        return client.status(run_dir, timeout_s)
+        return commands.status(run_dir, timeout_s)
     return {}
 
 

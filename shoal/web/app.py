@@ -19,7 +19,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 
 from shoal import errors
-from shoal.control import client
+from shoal.control import commands
 from shoal.control.rundir import RunDir
 from shoal.report import page, read
 from shoal.view.state import OVER, line_of, name_of, state_of
@@ -142,13 +142,13 @@ def _look(run_dir: RunDir) -> dict[str, Any]:
 
 def _obey(run_dir: RunDir, what: str, body: dict[str, Any]) -> str:
     if what == "scale":
-        state = client.scale(run_dir, int(body["target"]))
+        state = commands.scale(run_dir, int(body["target"]))
         return f"{state['target']} workers wanted"
     if what == "checkpoint":
-        client.checkpoint(run_dir)
+        commands.checkpoint(run_dir)
         return "a checkpoint is taken at the next step; the events tell when it is on the disk"
     if what == "stop":
-        client.stop(run_dir, "shoal web")
+        commands.stop(run_dir, "shoal web")
         return "stopping"
     raise KeyError(what)
 

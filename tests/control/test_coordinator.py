@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from shoal.control import client as control
+from shoal.control import commands
 from shoal.control.client import Client, LauncherClient, Progress
-from shoal.control.coordinator import EmbeddedCoordinator
-from shoal.control.membership import Generation, found
+from shoal.control.generation import Generation
+from shoal.control.membership import found
 from shoal.control.rundir import RunDir
+from shoal.control.serve import EmbeddedCoordinator
 from shoal.control.timeouts import Timeouts
 from shoal.errors import CoordinatorLost, JobNotFound, SettingsContradict, TokenRefused
 from shoal.metrics import read_events
@@ -55,7 +56,7 @@ class Job:
         return launcher
 
     def status(self) -> dict[str, Any]:
-        return control.status(self.run_dir)
+        return commands.status(self.run_dir)
 
     def kinds(self) -> list[str]:
         return [event["event"] for event in read_events(self.run_dir.events)]
@@ -159,7 +160,7 @@ def test_a_wrong_token_is_refused_for_workers_and_commands(make_job: Callable[..
     with pytest.raises(TokenRefused, match="run directory"):
         worker.client.connect()
     with pytest.raises(TokenRefused):
-        control.status(job.run_dir)
+        commands.status(job.run_dir)
 
 
 def test_a_worker_that_finds_no_coordinator_gives_up_after_the_join_timeout(tmp_path: Path) -> None:
@@ -252,8 +253,8 @@ def test_scaling_down_drains_the_newest_and_out_of_range_is_an_error(make_job: C
     second.client.ready()
     first.newer(0)
     with pytest.raises(SettingsContradict, match="cannot scale to 9"):
-        control.scale(job.run_dir, 9)
-    assert control.scale(job.run_dir, 1)["target"] == 1
+        commands.scale(job.run_dir, 9)
+    assert commands.scale(job.run_dir, 1)["target"] == 1
     assert launcher.hear("target") == ("target", 1, False)
     assert launcher.hear("excuse") == ("excuse", "w1")
     assert ids(second.newer(1).leavers) == ["w1"]
@@ -288,7 +289,7 @@ def test_a_newcomer_that_the_job_has_no_room_for_is_refused_and_the_job_goes_on(
     first = job.worker("w0")
     first.client.ready()
     first.newer(0)
-    control.scale(job.run_dir, 2)
+    commands.scale(job.run_dir, 2)
     second = job.worker("w1")
     second.client.failed("OutOfSharedMemory", "no room", "")
     assert launcher.hear("excuse") == ("excuse", "w1")
@@ -370,7 +371,7 @@ def test_stop_drains_every_worker(make_job: Callable[..., Job]) -> None:
     first.client.ready()
     second.client.ready()
     first.newer(0)
-    assert control.stop(job.run_dir, "asked by a test")["phase"] == "stopping"
+    assert commands.stop(job.run_dir, "asked by a test")["phase"] == "stopping"
     generation = first.newer(1)
     assert (generation.members, ids(generation.leavers), generation.paused) == ((), ["w0", "w1"], False)
 
@@ -463,7 +464,7 @@ def test_a_command_waits_for_a_coordinator_that_is_on_its_way_back(
 ) -> None:
     job = make_job()
     tried = threading.Event()
-    ask = control.Commands._ask
+    ask = commands.Commands._ask
 
     def ask_and_tell(*arguments: Any) -> dict[str, Any]:
         try:
@@ -471,11 +472,11 @@ def test_a_command_waits_for_a_coordinator_that_is_on_its_way_back(
         finally:
             tried.set()
 
-    monkeypatch.setattr(control.Commands, "_ask", ask_and_tell)
+    monkeypatch.setattr(commands.Commands, "_ask", ask_and_tell)
     job.server.stop()
     with job.run_dir.held(), ThreadPoolExecutor() as pool:
         assert job.run_dir.runs()
-        answer = pool.submit(control.status, job.run_dir, WAIT_S)
+        answer = pool.submit(commands.status, job.run_dir, WAIT_S)
         assert tried.wait(WAIT_S), "it was asked while there was no coordinator"
         job.bring_up()
         assert answer.result(WAIT_S)["phase"] == "starting"
@@ -542,7 +543,7 @@ def test_a_stop_in_progress_goes_on_after_the_coordinators_death(make_job: Calla
     first.client.ready()
     second.client.ready()
     first.newer(0)
-    control.stop(job.run_dir, "asked by a test")
+    commands.stop(job.run_dir, "asked by a test")
     job.server.stop()
     job.bring_up()
     assert (job.status()["phase"], job.status()["reason"]) == ("stopping", "asked by a test")
@@ -577,7 +578,7 @@ def test_a_failure_that_only_the_launcher_still_knows_costs_the_job_the_newcomer
     first = job.worker("w0")
     first.client.ready()
     first.newer(0)
-    control.scale(job.run_dir, 2)
+    commands.scale(job.run_dir, 2)
     live["w1"] = 2
     launcher.client.started("w1", 2)
     job.worker("w1").client.close()

@@ -15,9 +15,12 @@ from hypothesis import strategies as st
 from shoal.control import lending
 from shoal.control import membership as m
 from shoal.control.borrowed import Borrowed
-from shoal.control.membership import Fence, Granted, Log, Membership, Outcome, PassOver, Settled, State
-from shoal.data import audit
-from shoal.data.audit import AuditReport, AuditWriter, Fed
+from shoal.control.instructions import Fence, Granted, Instruction, Log, PassOver, Settled
+from shoal.control.journal import from_json, to_json
+from shoal.control.membership import Membership, Outcome, State
+from shoal.data import leased_audit
+from shoal.data.audit import AuditReport, audit
+from shoal.data.fed import AuditWriter, Fed, declare, digest
 from shoal.data.leases import Lease, Lent, Said, Shard, extent_of
 from shoal.data.ledger import Pass
 
@@ -51,26 +54,26 @@ class Worker:
     def record(self, lease: Lease, lo: int, hi: int) -> None:
         shard, ids = lease.shard, self.pass_.order(lease.shard.epoch)[lo:hi]
         where = (1, lease.number, shard.pass_index, shard.epoch, shard.lo, shard.hi, lo, hi)
-        self.writer.write(Fed(*where, audit.digest([ids]), skipped=False))
+        self.writer.write(Fed(*where, digest([ids]), skipped=False))
 
     def complete(self) -> None:
         heard = max(1, self.borrowed.heard)
-        self.writer.write(Fed(1, heard, self.pass_.index, self.pass_.epochs, 0, 0, 0, 0, audit.digest([]), False))
+        self.writer.write(Fed(1, heard, self.pass_.index, self.pass_.epochs, 0, 0, 0, 0, digest([]), False))
 
 
 class World:
     def __init__(self, directory: Path, pass_: Pass) -> None:
         self.directory, self.pass_ = directory, pass_
         self.membership: Membership = m.found(1, 64, 1)
-        self.journal = m.to_json(self.membership)
+        self.journal = to_json(self.membership)
         self.live: dict[str, Worker] = {}
         self.started = self.losses = 0
         self.granted: list[int] = []
         self.deaf = False  # what is told now does not arrive
         self.silent: set[str] = set()  # they have not come back in time for a coordinator without a journal
-        audit.declare(directory, pass_)
+        declare(directory, pass_)
 
-    def turn(self, event: Callable[[Membership], Outcome]) -> list[m.Instruction]:
+    def turn(self, event: Callable[[Membership], Outcome]) -> list[Instruction]:
         """As the coordinator does it: decide, journal, tell."""
         before = self.membership
         self.membership, told = event(before)
@@ -78,7 +81,7 @@ class World:
             self.membership, more = consequence(self.membership)
             told = [*told, *more]
         if self.membership != before:
-            self.journal = m.to_json(self.membership)
+            self.journal = to_json(self.membership)
         again: list[str] = []
         for one in told:
             if isinstance(one, Granted) and one.lease.number not in self.granted:
@@ -130,7 +133,7 @@ class World:
     def restart(self, with_journal: bool, silent: str = "") -> None:
         """The coordinator is killed; whoever lives and is not silent says everything again."""
         if with_journal:
-            self.membership = m.from_json(self.journal, 0.0)
+            self.membership = from_json(self.journal, 0.0)
         else:
             self.losses += 1
             there = [worker for worker in self.live.values() if worker.worker_id != silent]
@@ -138,7 +141,7 @@ class World:
             held = [lease for said in known for lease in said.held]
             heard = max((said.heard for said in known), default=0)
             begun = max((said.extent.pass_index for said in known if said.extent is not None), default=-1)
-            lent = audit.lent(self.directory, held, heard, begun, self.losses)
+            lent = leased_audit.lent(self.directory, held, heard, begun, self.losses)
             self.silent |= {silent} & self.live.keys()
             strangers = (*lent.strangers, *({silent} & self.live.keys()))
             self.membership = replace(self.membership, lent=replace(lent, strangers=strangers))
@@ -159,7 +162,7 @@ class World:
             assert worker.borrowed.over, "a wait without an end"
             worker.complete()
             worker.writer.close()
-        return audit.audit(self.directory, None)
+        return audit(self.directory, None)
 
 
 PASSES = st.builds(
@@ -210,7 +213,7 @@ def test_whatever_is_lost_on_the_way_every_sample_is_used_once_and_no_number_twi
                 world.deaf = False
             else:
                 getattr(world, deed)(worker_id)
-            assert audit.audit(Path(directory), None).clean, "in the middle of a pass"
+            assert audit(Path(directory), None).clean, "in the middle of a pass"
         report = world.finish()
         assert report.clean, report.mismatches
         extent = extent_of(asdict(pass_))
@@ -237,7 +240,7 @@ def ask(membership: Membership, worker_id: str, said: Said) -> Outcome:
     return membership, [*told, *more]
 
 
-def only(told: list[m.Instruction], kind: type[Any]) -> list[Any]:
+def only(told: list[Instruction], kind: type[Any]) -> list[Any]:
     return [one for one in told if isinstance(one, kind)]
 
 
@@ -255,7 +258,7 @@ def test_uses_alone_need_no_entry_in_the_journal_and_the_end_of_a_lease_does() -
     partly, _ = ask(membership, "w0", Said(EXTENT, (used,), heard=1))
     assert partly == membership
     assert partly.lent.used() == (4, 1)
-    assert m.from_json(m.to_json(partly), 0.0).lent.leases[0].used == used.used
+    assert from_json(to_json(partly), 0.0).lent.leases[0].used == used.used
     ended, told = ask(membership, "w0", Said(EXTENT, (used,), (1,), heard=1))
     assert ended != membership
     assert only(told, Settled) == [Settled("w0", (1,))]

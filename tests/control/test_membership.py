@@ -10,7 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from shoal.control import membership as m
-from shoal.control.membership import Bye, Excuse, Fence, Generation, Membership, Probe, Publish, SetTarget, State
+from shoal.control.generation import MAX_SLOTS, Generation, Member
+from shoal.control.instructions import Bye, Excuse, Fence, Instruction, Log, Probe, Publish, Refuse, SetTarget, Stop
+from shoal.control.journal import from_json, to_json
+from shoal.control.membership import Membership, State
 from shoal.control.timeouts import Timeouts
 from shoal.errors import SettingsContradict
 
@@ -20,7 +23,7 @@ class Script:
 
     def __init__(self, min_size: int = 1, max_size: int = 8, target: int = 2) -> None:
         self.membership = m.found(min_size, max_size, target, Timeouts(10.0))
-        self.out: list[m.Instruction] = []
+        self.out: list[Instruction] = []
         self.now = 0.0
 
     def feed(self, outcome: m.Outcome) -> None:
@@ -45,12 +48,12 @@ class Script:
             self.now += every
             self.feed(m.on_tick(self.membership, self.now))
 
-    def take(self, *kinds: type) -> list[m.Instruction]:
+    def take(self, *kinds: type) -> list[Instruction]:
         taken, self.out = [each for each in self.out if isinstance(each, kinds)], []
         return taken
 
 
-def ids(members: tuple[m.Member, ...]) -> list[str]:
+def ids(members: tuple[Member, ...]) -> list[str]:
     return [member.worker_id for member in members]
 
 
@@ -122,10 +125,10 @@ def test_the_lowest_free_slot_is_given_and_only_the_dead_free_one() -> None:
 
 def test_a_full_membership_refuses_the_next_worker() -> None:
     script = Script(max_size=256)
-    script.come(*(f"w{index}" for index in range(m.MAX_SLOTS)))
+    script.come(*(f"w{index}" for index in range(MAX_SLOTS)))
     script.take()
     script.come("more")
-    assert script.take(m.Refuse)
+    assert script.take(Refuse)
     assert script.membership.worker("more") is None
 
 
@@ -261,7 +264,7 @@ def test_who_leaves_needs_no_replacement_and_a_launcher_that_is_back_hears_it_ag
 
 def test_a_job_that_fails_lets_everybody_go_without_finishing_the_step() -> None:
     script = running("w0", "w1")
-    script.feed(m.on_stop(script.membership, m.Stop("w0 failed", failed=True)))
+    script.feed(m.on_stop(script.membership, Stop("w0 failed", failed=True)))
     generation = script.settle()
     assert generation is not None
     assert (generation.members, ids(generation.leavers), generation.fault) == ((), ["w0", "w1"], True)
@@ -414,7 +417,7 @@ def test_a_joiner_that_imports_is_not_suspect() -> None:
     script.feed(m.on_join(script.membership, "w0", "here", 0.0, launched=True))
     script.take()
     script.tick_until(30.0)
-    assert [each.kind for each in script.take(m.Log)] == []  # type: ignore[union-attr]
+    assert [each.kind for each in script.take(Log)] == []  # type: ignore[union-attr]
 
 
 def test_a_launcher_that_is_back_tells_who_died_unheard_and_hears_of_fences() -> None:
@@ -563,7 +566,7 @@ class AnySequence(RuleBasedStateMachine):
 
     @rule()
     def restart(self) -> None:
-        again = m.from_json(m.to_json(self.membership), self.now)
+        again = from_json(to_json(self.membership), self.now)
         assert again == self.membership
         self.membership = again
 

@@ -10,11 +10,11 @@ import sys
 import warnings
 from pathlib import Path
 
-from shoal.control import client as control
+from shoal.control import commands
 from shoal.control.client import Client, Progress
-from shoal.control.coordinator import EmbeddedCoordinator
 from shoal.control.membership import found
 from shoal.control.rundir import RunDir
+from shoal.control.serve import EmbeddedCoordinator
 from shoal.control.timeouts import Timeouts
 
 WAIT_S = 20.0
@@ -69,7 +69,7 @@ def test_a_second_coordinator_on_a_served_directory_says_so_in_one_line(tmp_path
     assert second.returncode == 1
     assert "another coordinator serves" in second.stderr
     assert "Traceback" not in second.stderr
-    assert control.status(run_dir)["phase"] == "starting"
+    assert commands.status(run_dir)["phase"] == "starting"
     end(process, signal.SIGTERM)
 
 

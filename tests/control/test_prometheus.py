@@ -11,9 +11,9 @@ import pytest
 
 from shoal import errors
 from shoal.control import prometheus
-from shoal.control.coordinator import EmbeddedCoordinator
 from shoal.control.membership import found
 from shoal.control.rundir import RunDir
+from shoal.control.serve import EmbeddedCoordinator
 
 STATUS: dict[str, Any] = {
     "step": 412, "epoch": 3, "samples": 52_736, "rate": 1234.5, "loss": 0.25, "metrics": {'top"1\\': 0.5},

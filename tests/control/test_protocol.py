@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from shoal.control import protocol
-from shoal.control.membership import Generation, Member
+from shoal.control.generation import Generation, Member
 
 HERE = Path(protocol.__file__).parent
 

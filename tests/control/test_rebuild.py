@@ -9,19 +9,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from shoal.control import membership as m
-from shoal.control.membership import (
-    Bye,
-    Fence,
-    Generation,
-    Member,
-    Membership,
-    Publish,
-    Report,
-    Roster,
-    SetTarget,
-    State,
-    Stop,
-)
+from shoal.control.generation import Generation, Member
+from shoal.control.instructions import Bye, Excuse, Fence, Heeded, Log, Publish, SetTarget, Stop
+from shoal.control.journal import from_json, to_json
+from shoal.control.membership import Membership, State
+from shoal.control.rebuild import Report, Roster, rebuild
 from shoal.control.timeouts import Timeouts
 
 FOUNDING = m.found(1, 4, 2, Timeouts(10.0))
@@ -120,7 +112,7 @@ class World:
         gone = tuple(worker_id for worker_id in self.slots if worker_id not in self.live)
         roster = Roster("here", tuple(self.live), gone, self.target)
         number, slots = (self.membership.number, self.slots) if events else (0, {})
-        return m.rebuild(FOUNDING, reports, [roster], slots, number, 0.0)[0]
+        return rebuild(FOUNDING, reports, [roster], slots, number, 0.0)[0]
 
     def come_back(self, membership: Membership) -> Membership:
         """As after any restart: the launcher and every worker say again what they have to say."""
@@ -197,7 +189,7 @@ def test_a_leaver_a_member_a_newcomer_and_one_that_was_let_go_come_back_as_that(
     newest, reports = trio()
     old = replace(newest, number=4, leavers=(Member("w8", 8, "here"),))
     reports += [Report("w8", "here", 8, old), Report("w9", "here", 9)]
-    membership, _ = m.rebuild(FOUNDING, reports, [], {}, 0, 0.0)
+    membership, _ = rebuild(FOUNDING, reports, [], {}, 0, 0.0)
     states = {worker.worker_id: worker.state for worker in membership.workers}
     assert states == {
         "w0": State.MEMBER,
@@ -211,7 +203,7 @@ def test_a_leaver_a_member_a_newcomer_and_one_that_was_let_go_come_back_as_that(
 
 def test_a_number_that_only_the_event_log_knows_is_not_used_again() -> None:
     _, reports = trio()
-    membership, _ = m.rebuild(FOUNDING, reports, [], {}, 9, 0.0)
+    membership, _ = rebuild(FOUNDING, reports, [], {}, 9, 0.0)
     membership, _ = m.on_gone(membership, "w1", "signal 9")
     membership, (publish,) = m.settle(membership)
     assert isinstance(publish, Publish)
@@ -222,11 +214,11 @@ def test_what_only_the_launcher_has_heard_is_done_the_newest_leave_or_all() -> N
     _, reports = trio()
     everybody = ("w0", "w1", "w2")
     roster = Roster("here", everybody, target=SetTarget(1, False, 6))
-    membership, _ = m.rebuild(FOUNDING, reports, [roster], {}, 0, 0.0)
+    membership, _ = rebuild(FOUNDING, reports, [roster], {}, 0, 0.0)
     assert [worker.worker_id for worker in membership.in_state(State.MEMBER)] == ["w0"]
     assert (membership.target, membership.targets) == (1, 6)
     stopping = Stop("asked to")
-    membership, _ = m.rebuild(FOUNDING, reports, [replace(roster, stopping=stopping)], {}, 0, 0.0)
+    membership, _ = rebuild(FOUNDING, reports, [replace(roster, stopping=stopping)], {}, 0, 0.0)
     assert not membership.in_state(State.MEMBER)
     assert (membership.stopping, membership.finishing) == (stopping, True)
 
@@ -234,14 +226,14 @@ def test_what_only_the_launcher_has_heard_is_done_the_newest_leave_or_all() -> N
 def test_founders_keep_their_order_whoever_comes_back_first() -> None:
     _, reports = trio()
     founders = [replace(report, newest=None) for report in reversed(reports)]
-    membership, _ = m.rebuild(FOUNDING, founders, [], {"w0": 0, "w1": 1, "w2": 2}, 0, 0.0)
+    membership, _ = rebuild(FOUNDING, founders, [], {"w0": 0, "w1": 1, "w2": 2}, 0, 0.0)
     assert [worker.worker_id for worker in membership.workers] == ["w0", "w1", "w2"]
 
 
 def test_a_silent_worker_keeps_the_slot_that_the_event_log_knows() -> None:
     _, reports = trio()
     roster = Roster("here", ("w0", "w1", "w2", "w4"), target=SetTarget(3, False))
-    membership, _ = m.rebuild(FOUNDING, reports, [roster], {"w4": 5}, 0, 0.0)
+    membership, _ = rebuild(FOUNDING, reports, [roster], {"w4": 5}, 0, 0.0)
     worker = membership.worker("w4")
     assert worker is not None
     assert (worker.state, worker.member.slot) == (State.JOINING, 5)
@@ -252,7 +244,7 @@ def test_a_silent_worker_keeps_the_slot_that_the_event_log_knows() -> None:
 @pytest.mark.parametrize("worker_id", ["w1", "w9"])
 def test_a_worker_that_comes_back_with_a_slot_that_is_anothers_is_fenced(worker_id: str) -> None:
     _, reports = trio()
-    membership, _ = m.rebuild(FOUNDING, reports, [], {}, 0, 0.0)
+    membership, _ = rebuild(FOUNDING, reports, [], {}, 0, 0.0)
     _, told = m.on_join(membership, worker_id, "here", 0.0, slot=2)
     assert Fence(worker_id) in told
 
@@ -271,23 +263,23 @@ def running() -> Membership:
 def test_a_wish_counts_once_and_is_acknowledged_each_time() -> None:
     membership, _ = m.on_wish(running(), "w0", 1, 1, relative=True)
     assert membership.target == 3
-    membership = m.from_json(m.to_json(membership), 0.0)
+    membership = from_json(to_json(membership), 0.0)
     again, told = m.on_wish(membership, "w0", 1, 1, relative=True)
-    assert (again, told) == (membership, [m.Heeded("w0", 1)])
+    assert (again, told) == (membership, [Heeded("w0", 1)])
     assert m.on_wish(membership, "w1", 1, 1, relative=True)[0].target == 4
 
 
 @pytest.mark.parametrize("ends_job", [True, False])
 def test_a_failure_counts_once(ends_job: bool) -> None:
     membership, told = m.on_failed(running(), "w0", "ValueError", "bad", "Traceback", ends_job=ends_job)
-    assert next(each.kind for each in told if isinstance(each, m.Log)) == "failed"
-    membership = m.from_json(m.to_json(membership), 0.0)
+    assert next(each.kind for each in told if isinstance(each, Log)) == "failed"
+    membership = from_json(to_json(membership), 0.0)
     assert (membership.stopping == Stop("w0 failed: ValueError: bad", True, "ValueError")) == ends_job
     assert m.on_failed(membership, "w0", "ValueError", "bad", "Traceback", ends_job=ends_job) == (membership, [])
 
 
 def test_a_launcher_that_is_back_hears_target_stop_fences_and_excuses() -> None:
     membership, _ = m.on_stop(running(), Stop("asked to"))
-    membership, told = m.on_roster(m.from_json(m.to_json(membership), 0.0), "here", ["w0", "w1"])
-    assert told == [m.Excuse("w0"), m.Excuse("w1"), SetTarget(2, finishing=True), Stop("asked to")]
+    membership, told = m.on_roster(from_json(to_json(membership), 0.0), "here", ["w0", "w1"])
+    assert told == [Excuse("w0"), Excuse("w1"), SetTarget(2, finishing=True), Stop("asked to")]
     assert m.on_stop(membership, Stop("again")) == (membership, [])

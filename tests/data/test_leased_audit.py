@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shoal.data import audit
-from shoal.data.audit import AuditReport, AuditWriter, Fed
+from shoal.data import leased_audit
+from shoal.data.audit import AuditReport, audit
+from shoal.data.fed import AuditWriter, Fed, declare, digest, roll_back
 from shoal.data.leases import Lease, Shard
 from shoal.data.ledger import Pass
 
@@ -17,7 +18,7 @@ Part = tuple[str, Fed]
 
 
 def fed(worker: str, number: int, epoch: int, shard: tuple[int, int], lo: int, hi: int) -> Part:
-    ids = audit.digest([PASS.order(epoch)[lo:hi]])
+    ids = digest([PASS.order(epoch)[lo:hi]])
     return worker, Fed(1, number, 0, epoch, *shard, lo, hi, ids, False)
 
 
@@ -28,7 +29,7 @@ def lease(worker: str, number: int, epoch: int, lo: int, hi: int, used: int | No
 
 
 def over(worker: str) -> Part:
-    return worker, Fed(1, 9, 0, PASS.epochs, 0, 0, 0, 0, audit.digest([]), False)
+    return worker, Fed(1, 9, 0, PASS.epochs, 0, 0, 0, 0, digest([]), False)
 
 
 # w1 dies with its lease 2 half used, of which it has told nothing; w2 comes, and has the whole of it again.
@@ -45,14 +46,14 @@ COMPLETE = [
 
 
 def audited(directory: Path, parts: list[Part]) -> AuditReport:
-    audit.declare(directory, PASS)
+    declare(directory, PASS)
     for worker in {name for name, _ in parts}:
         writer = AuditWriter(directory, worker)
         for name, record in parts:
             if name == worker:
                 writer.write(record)
         writer.close()
-    return audit.audit(directory, None)
+    return audit(directory, None)
 
 
 def test_a_pass_in_which_a_worker_died_is_clean_and_its_untold_steps_count_as_redone(tmp_path: Path) -> None:
@@ -95,7 +96,7 @@ def test_samples_of_two_leases_are_repeated_if_the_worker_of_the_older_trained_o
 
 def test_other_ids_than_those_of_the_order_are_found(tmp_path: Path) -> None:
     worker, record = COMPLETE[0]
-    wrong = record._replace(ids_digest=audit.digest([np.array([1, 2, 3, 4])]))
+    wrong = record._replace(ids_digest=digest([np.array([1, 2, 3, 4])]))
     report = audited(tmp_path, [(worker, wrong), *COMPLETE[1:]])
     assert (report.lost, report.repeated) == (4, 4)
     assert "fed other ids" in report.mismatches[0]
@@ -113,12 +114,12 @@ def test_samples_outside_of_the_lease_are_found(tmp_path: Path) -> None:
 
 def test_a_job_that_begins_anew_takes_back_what_the_one_before_had_used(tmp_path: Path) -> None:
     audited(tmp_path, COMPLETE)
-    audit.roll_back(tmp_path, 1, 0)
-    assert audit.audit(tmp_path, None).samples == 0
-    lent = audit.lent(tmp_path, [], 0, begun=-1, losses=1)
+    roll_back(tmp_path, 1, 0)
+    assert audit(tmp_path, None).samples == 0
+    lent = leased_audit.lent(tmp_path, [], 0, begun=-1, losses=1)
     assert lent.used() == (0, 0)
     assert not lent.passes, "a pass that nobody has come to again"
-    assert [one.extent.pass_index for one in audit.lent(tmp_path, [], 0, begun=0, losses=1).passes] == [0]
+    assert [one.extent.pass_index for one in leased_audit.lent(tmp_path, [], 0, begun=0, losses=1).passes] == [0]
 
 
 @pytest.mark.parametrize("newer", [[Lease(4, "w2", Shard(0, 0, 20, 28), 20)], []])
@@ -128,6 +129,6 @@ def test_without_a_journal_who_has_what_a_newer_lease_has_or_had_is_a_stranger(
     """It was silent when an earlier journal was lost."""
     audited(tmp_path, [*lease("w0", 1, 0, 0, 20), *([] if newer else lease("w2", 4, 0, 20, 28))])
     held = [Lease(2, "w1", Shard(0, 0, 20, 40), 24), Lease(3, "w0", Shard(0, 1, 20, 28), 20), *newer]
-    lent = audit.lent(tmp_path, held, 3, begun=0, losses=2)
+    lent = leased_audit.lent(tmp_path, held, 3, begun=0, losses=2)
     assert lent.strangers == ("w1",)
     assert [each.number for each in lent.leases] == [3, *(each.number for each in newer)]

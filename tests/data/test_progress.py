@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shoal.data.audit import declare
+from shoal.data.fed import declare
 from shoal.data.ledger import Pass
 from shoal.data.progress import Passes, Progress, measure
 

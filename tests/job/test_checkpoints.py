@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from shoal import checkpoints
-from shoal.control import client
+from shoal.control import commands
 from shoal.control.environment import WorkerEnvironment
 from shoal.control.rundir import RunDir
 from shoal.testing import FaultPlan, LocalJob
@@ -90,7 +90,7 @@ def test_a_stopped_job_loses_no_step_and_a_checkpoint_can_be_asked_for(tmp_path:
     running.start()
     gate.open(40)
     running.wait_until(lambda: running.status().get("step", 0) == 40)
-    client.checkpoint(RunDir(running.directory))
+    commands.checkpoint(RunDir(running.directory))
     gate.open(80)
     running.wait_until(lambda: saved(running) == 1)
     (asked,) = running.events("checkpointed")

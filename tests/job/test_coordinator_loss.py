@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.data.audit import Fed
+from shoal.data.fed import Fed
 from shoal.testing import FaultPlan, JobResult, LocalJob
 from shoal.testing.faults import JournalFate
 from tests.job import training

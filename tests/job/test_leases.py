@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shoal.control import client
+from shoal.control import commands
 from shoal.control.rundir import RunDir
-from shoal.data.audit import _RECORD
+from shoal.data.fed import _RECORD
 from shoal.report.read import read
 from shoal.testing import FaultPlan, JobResult, LocalJob
 from shoal.testing.faults import JournalFate
@@ -155,7 +155,7 @@ def test_there_is_no_checkpoint_and_a_job_that_was_killed_begins_anew(tmp_path: 
     job = leased(tmp_path, "else=0.1", epochs=8, workers=2)
     job.start()
     progress(job)
-    client.checkpoint(RunDir.open(job.directory))
+    commands.checkpoint(RunDir.open(job.directory))
     job.wait_until(lambda: bool(job.events("checkpoint_failed")))
     assert "not in lockstep" in job.events("checkpoint_failed")[0]["text"]
     job.kill()

@@ -14,7 +14,7 @@ import pytest
 
 import shoal
 from shoal import errors
-from shoal.control import client
+from shoal.control import commands
 from shoal.control.coordinator import Coordinator
 from shoal.control.environment import COORDINATOR_PLUGIN
 from shoal.control.rundir import RunDir
@@ -134,7 +134,7 @@ def kill_the_coordinator_alone(watched: Watched) -> None:
     assert watched.commit()[1].step - died_at >= WITHOUT
     assert RunDir(job.directory).coordinator() == (before, True), "another one came meanwhile"
     with pytest.raises(errors.JobNotFound):
-        client.status(RunDir(job.directory), timeout_s=0.1)
+        commands.status(RunDir(job.directory), timeout_s=0.1)
     held.unlink()
     assert job.coordinator() != before
 

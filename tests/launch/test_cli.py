@@ -13,7 +13,7 @@ import typer
 from shoal import cli, errors
 from shoal.cli import job
 from shoal.cli.options import normalized, parse_bytes
-from shoal.control import client, rundir
+from shoal.control import commands, rundir
 from shoal.control.rundir import Committed, RunDir
 from shoal.launch.job import Ending
 from shoal.launch.settings import Size, parse_size
@@ -235,7 +235,7 @@ def test_a_path_is_shown_without_detours_unless_it_is_another_place_then(tmp_pat
 
 
 def test_job_that_runs_and_does_not_answer_is_not_taken_for_an_ended_one(capsys, monkeypatch):
-    for patient in (state.live, client.stop):
+    for patient in (state.live, commands.stop):
         monkeypatch.setattr(patient, "__defaults__", (0.2,))  # seconds for an answer
     run_dir = RunDir.create("shoal-runs/silent", {})
     with run_dir.held():

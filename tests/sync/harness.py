@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from shoal.control.membership import Generation, Member
-from shoal.data.audit import AuditWriter
+from shoal.control.generation import Generation, Member
+from shoal.data.fed import AuditWriter
 from shoal.data.ledger import GlobalBatch, Pass, micro, split
 from shoal.sync.allreduce import AllReduce
 from shoal.sync.group import Group, Notice

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from shoal.control.membership import Generation, Member
+from shoal.control.generation import Generation, Member
 from shoal.errors import Changed
 from shoal.sync import words as w
 from shoal.sync.group import Group, Notice, acknowledge

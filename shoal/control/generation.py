@@ -1,0 +1,35 @@
+"""One agreed set of workers: what the coordinator publishes, and workers train in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MAX_SLOTS = 256
+
+
+@dataclass(frozen=True)
+class Member:
+    worker_id: str
+    slot: int
+    host: str
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One agreed set of workers. A member's rank is its index; leavers must acknowledge before others go on."""
+
+    number: int
+    members: tuple[Member, ...]
+    leavers: tuple[Member, ...] = ()
+    fault: bool = False
+    paused: bool = False
+    finishing: bool = False  # some worker's script has come to its end, or the job was stopped
+
+    def rank(self, worker_id: str) -> int | None:
+        return next((rank for rank, member in enumerate(self.members) if member.worker_id == worker_id), None)
+
+    def leaves(self, worker_id: str) -> bool:
+        return any(member.worker_id == worker_id for member in self.leavers)
+
+    def lists(self, worker_id: str) -> bool:
+        return self.rank(worker_id) is not None or self.leaves(worker_id)
