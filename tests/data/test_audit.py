@@ -231,7 +231,7 @@ def test_passes_are_checked_each_by_its_own_order_and_may_be_left_early(tmp_path
 def test_steps_of_a_pass_that_learns_nothing_are_counted_apart(tmp_path: Path) -> None:
     scored = replace(PASS, index=1, num_samples=33, epochs=1, train=False)
     records = trained(PASS, [2]) + trained(scored, [3], first_seq=22)
-    report = audit.audit(written(tmp_path, records, PASS, scored), NEWEST)
+    report = audit(written(tmp_path, records, PASS, scored), NEWEST)
     assert report == AuditReport(21 + 5, 150 + 33, 0, 0, 0, 0, [], evaluated_steps=5, evaluated_samples=33)
     assert (report.trained_steps, report.trained_samples) == (21, 150)
 
