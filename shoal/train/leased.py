@@ -18,8 +18,8 @@ from shoal.sync.group import Group
 from shoal.sync.record import Record
 from shoal.sync.replica import Replica
 from shoal.sync.sync import Sync, Verdict
-from shoal.train.ballot import Attempt, Policy
-from shoal.train.schedules import Situation
+from shoal.train.attempt import Attempt, Policy, not_finite
+from shoal.train.schedules import last_change
 from shoal.train.step import StepReport
 
 # How long a lease lasts at this worker's pace. Shorter ones would be more messages, longer ones a longer wait for the
@@ -86,11 +86,8 @@ class Lessee:
         skipped = not math.isfinite(loss)
         after = self._after(group, record, attempt, loss, skipped)
         if skipped and self._policy.nan == "stop":
-            raise errors.LossNotFinite(
-                f"the loss of step {after.step} of {lease.worker_id} is {loss} (epoch {batch.epoch}, positions "
-                f"{batch.lo} to {batch.hi}): lower the learning rate, or attach with nan='skip'"
-            )
-        factor = self._factor(after)
+            raise not_finite(f"step {after.step} of {lease.worker_id} is {loss}", batch.epoch, batch.lo, batch.hi)
+        factor = self._policy.factor(record, group.size, after.step, batch.epoch)
         fault_point("optimizer")
         norm = self._sync.prepare(group, Verdict(not skipped, self._policy.clip_norm, factor))
         group.seq += 1
@@ -149,7 +146,7 @@ class Lessee:
     def _after(self, group: Group, record: Record, attempt: Attempt, loss: float, skipped: bool) -> Record:
         """What is known of this worker's own training after the step."""
         batch, step = attempt.batch, record.step + 1
-        changed = group.size != record.size
+        changed_at, size_before = last_change(record, group.size, step)
         return Record(
             pass_index=self._pass.index,
             epoch=batch.epoch,
@@ -157,16 +154,10 @@ class Lessee:
             samples=record.samples + batch.hi - batch.lo,
             skipped=record.skipped + skipped,
             size=group.size,
-            size_before=record.size if changed else record.size_before,
-            changed_at=step if changed else record.changed_at,
+            size_before=size_before,
+            changed_at=changed_at,
             loss=loss,
         )
-
-    def _factor(self, after: Record) -> float:
-        if self._policy.schedule is None:
-            return 1.0
-        since = after.step - after.changed_at
-        return self._policy.schedule.factor(Situation(after.step, after.epoch, after.size, after.size_before, since))
 
     def _note_pace(self) -> None:
         now_s = time.perf_counter()

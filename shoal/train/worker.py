@@ -42,7 +42,7 @@ from shoal.sync.record import Record, Records
 from shoal.sync.replica import Replica, Scheduler
 from shoal.sync.sync import Sync
 from shoal.sync.words import ACK, Words, generation_of, seq_of
-from shoal.train.ballot import Attempt, Policy
+from shoal.train.attempt import Attempt, Batch, Policy
 from shoal.train.checkpoint import Moment, Restored, Saver, start_from
 from shoal.train.evaluate import Results, Rows
 from shoal.train.leased import Lessee, refuse
@@ -61,31 +61,6 @@ OnReconfigure = Callable[[Reconfiguration], None]
 _CAUGHT_UP_S = 0.05
 
 _log = logging.getLogger("shoal.worker")
-
-
-class Batch:
-    """One micro-batch of this worker's share. Unpacks as the data set's samples do: `x, y = batch`."""
-
-    def __init__(self, fetched: Fetched, step: int) -> None:
-        self.data = fetched.data
-        self.ids = fetched.ids
-        self.epoch = fetched.batch.epoch
-        self.step = step
-        self.fetched = fetched
-
-    @property
-    def x(self) -> Any:
-        return self.data[0] if isinstance(self.data, (list, tuple)) else self.data
-
-    @property
-    def y(self) -> Any:
-        return self.data[1]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.data)
-
-    def __len__(self) -> int:
-        return self.fetched.hi - self.fetched.lo
 
 
 class Worker:
@@ -212,7 +187,7 @@ class Worker:
         if self._restored is not None:
             self._restored.apply_training(self._replica)
         self._audit = AuditWriter(self._run_dir.audit, self.id)
-        policy = Policy(loss, clip_norm, nan, schedule)
+        self._policy = policy = Policy(loss, clip_norm, nan, schedule)
         self._stepper = Stepper(self._sync, self._replica, self._records, self._audit, policy)
         if not self._sync.lockstep:
             self._lessee = Lessee(self._client, self._audit, self._sync, self._replica, policy)
@@ -368,10 +343,9 @@ class Worker:
         """
 
         def learn(attempt: Attempt, batch: Batch) -> None:
-            assert self._stepper is not None
             if loss is not None:
                 _check_loss(loss)
-                self._stepper.gradients(loss, metrics, attempt, len(batch))
+                attempt.learn(self._sync, self._policy, loss, metrics, len(batch))
 
         return self._contribute(learn)
 
