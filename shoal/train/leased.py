@@ -229,12 +229,13 @@ class Leased(Pace):
         self._committed(report)
         return True
 
-    def _enter(self, above: int) -> None:
+    def _enter(self, above: int) -> bool:
         """Each has a state of its own: there is nothing to agree on, and nobody to wait for."""
         group = self._seat.enter(above, meet=False)
         group.seq = self._seat.record.step
         self._seat.place(group)
         self._sync.enter(group)
+        return True
 
     def _refuse_checkpoint(self) -> None:
         text = "no checkpoint: workers are not in lockstep, so that there is no state of all"

@@ -253,8 +253,7 @@ class Lockstep(Pace):
                     self._callbacks.step_epoch_schedulers(seat.record.loss)
 
     def _enter(self, above: int) -> bool:
-        """Enter the newest generation with the state that is committed. Where there is none, commit the first one;
-        true then."""
+        """With the state that is committed. Where there is none, commit the first one; true then."""
         seat = self._seat
         self._split_is_new = True
         founded = False

@@ -58,8 +58,9 @@ class Pace(ABC):
     def _contribute(self, group: Group, attempt: Attempt, batch: Batch, use: Use) -> bool: ...
 
     @abstractmethod
-    def _enter(self, above: int) -> object:
-        """Enter the newest generation, which is above number `above`. Leave, when this worker is to leave the job."""
+    def _enter(self, above: int) -> bool:
+        """Enter the newest generation, which is above number `above`. True: the state it goes on with is the one that
+        this worker brought, or brought with others. Leave, when this worker is to leave the job."""
 
     def _hand_out(
         self, pass_: Pass, fetched: Fetched, share: tuple[int, int], place: tuple[int, int]
