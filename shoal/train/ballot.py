@@ -10,60 +10,18 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
-
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 from shoal import errors
-from shoal.data.ledger import GlobalBatch
 from shoal.sync import words as w
 from shoal.sync.group import Group
 from shoal.sync.replica import Replica
-from shoal.train.schedules import Schedule
+from shoal.train.attempt import Attempt, Policy
 
 # What a worker brings to a commit. FRESH: a step, by a newcomer that takes its hyperparameters from rank 0.
 TRAIN, EDIT, FOUND, FRESH = 1, 2, 3, 4
-
-
-@dataclass(frozen=True)
-class Policy:
-    """What `Worker.attach` was told about steps."""
-
-    loss: Literal["mean", "sum"] = "mean"
-    clip_norm: float | None = None
-    nan: Literal["stop", "skip"] = "stop"
-    schedule: Schedule | None = None
-
-
-@dataclass
-class Attempt:
-    """What this worker has done so far for one step: micro-batches of its share."""
-
-    pass_index: int
-    batch: GlobalBatch
-    lo: int
-    hi: int
-    began_s: float
-    first: int | None = None  # a digest of the step's first sample, of a stream
-    ids: list[npt.NDArray[np.int64]] = field(default_factory=list)
-    counted: int = 0  # samples that gave a loss
-    loss: float = 0.0  # summed over them
-    metrics: dict[str, float] = field(default_factory=dict)  # likewise
-
-    def add(self, samples: int, loss: float, metrics: Mapping[str, Any]) -> None:
-        """`loss` is summed over the samples, `metrics` are means."""
-        self.counted += samples
-        self.loss += loss
-        for name, value in metrics.items():
-            self.metrics[name] = self.metrics.get(name, 0.0) + float(value) * samples
-
-    def __str__(self) -> str:
-        """As a line of the statement; by hand, because it is written at every step."""
-        batch, first = self.batch, "" if self.first is None else f', "first sample of the step": {self.first}'
-        return f'{{"pass": {self.pass_index}, "epoch": {batch.epoch}, "from": {batch.lo}, "to": {batch.hi}{first}}}'
 
 
 @dataclass(frozen=True)

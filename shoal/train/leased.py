@@ -5,21 +5,26 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 
 from shoal import errors
 from shoal.control.client import Client
 from shoal.data.batches import Fetched, Loader
-from shoal.data.fed import AuditWriter, Fed, digest
+from shoal.data.fed import AuditWriter, Fed, declare, digest
 from shoal.data.leases import Lease, extent_of
 from shoal.data.ledger import Pass
 from shoal.metrics import fault_point
+from shoal.seconds import COMPUTE, EXCHANGE, INPUT, WAIT
 from shoal.sync.group import Group
 from shoal.sync.record import Record
 from shoal.sync.replica import Replica
 from shoal.sync.sync import Sync, Verdict
-from shoal.train.ballot import Attempt, Policy
-from shoal.train.schedules import Situation
+from shoal.train.attempt import Attempt, Batch, Policy, not_finite
+from shoal.train.callbacks import Callbacks
+from shoal.train.pace import Pace, Use
+from shoal.train.schedules import last_change
+from shoal.train.seat import Seat
 from shoal.train.step import StepReport
 
 # How long a lease lasts at this worker's pace. Shorter ones would be more messages, longer ones a longer wait for the
@@ -86,11 +91,8 @@ class Lessee:
         skipped = not math.isfinite(loss)
         after = self._after(group, record, attempt, loss, skipped)
         if skipped and self._policy.nan == "stop":
-            raise errors.LossNotFinite(
-                f"the loss of step {after.step} of {lease.worker_id} is {loss} (epoch {batch.epoch}, positions "
-                f"{batch.lo} to {batch.hi}): lower the learning rate, or attach with nan='skip'"
-            )
-        factor = self._factor(after)
+            raise not_finite(f"step {after.step} of {lease.worker_id} is {loss}", batch.epoch, batch.lo, batch.hi)
+        factor = self._policy.factor(record, group.size, after.step, batch.epoch)
         fault_point("optimizer")
         norm = self._sync.prepare(group, Verdict(not skipped, self._policy.clip_norm, factor))
         group.seq += 1
@@ -149,7 +151,7 @@ class Lessee:
     def _after(self, group: Group, record: Record, attempt: Attempt, loss: float, skipped: bool) -> Record:
         """What is known of this worker's own training after the step."""
         batch, step = attempt.batch, record.step + 1
-        changed = group.size != record.size
+        changed_at, size_before = last_change(record, group.size, step)
         return Record(
             pass_index=self._pass.index,
             epoch=batch.epoch,
@@ -157,16 +159,10 @@ class Lessee:
             samples=record.samples + batch.hi - batch.lo,
             skipped=record.skipped + skipped,
             size=group.size,
-            size_before=record.size if changed else record.size_before,
-            changed_at=step if changed else record.changed_at,
+            size_before=size_before,
+            changed_at=changed_at,
             loss=loss,
         )
-
-    def _factor(self, after: Record) -> float:
-        if self._policy.schedule is None:
-            return 1.0
-        since = after.step - after.changed_at
-        return self._policy.schedule.factor(Situation(after.step, after.epoch, after.size, after.size_before, since))
 
     def _note_pace(self) -> None:
         now_s = time.perf_counter()
@@ -174,3 +170,73 @@ class Lessee:
             took_s = now_s - self._stepped_at
             self._step_s = took_s if self._step_s is None else 0.8 * self._step_s + 0.2 * took_s
         self._stepped_at = now_s
+
+
+class Leased(Pace):
+    """The passes of a worker that steps by itself."""
+
+    def __init__(self, seat: Seat, sync: Sync, callbacks: Callbacks, lessee: Lessee) -> None:
+        super().__init__(seat, sync, callbacks)
+        self._lessee = lessee
+        seat.client.on_checkpoint = self._refuse_checkpoint
+
+    def batches(self, pass_: Pass, loader: Loader) -> Iterator[Batch]:
+        seat, lessee = self._seat, self._lessee
+        try:
+            declare(seat.run_dir.audit, pass_)
+            seat.pass_ = pass_
+            if seat.group is None:
+                seat.ask_in()
+                self._enter(above=0)
+            lessee.begin(pass_, loader)
+            while True:
+                self._seconds.switch(INPUT)
+                newest, known = seat.client.newest, seat.generation
+                if newest is not None and newest.number > known and self._attempt is None:
+                    lessee.tell()
+                    self._reconfigure()
+                fetched = lessee.fetch()
+                if fetched is None and not lessee.over:
+                    self._seconds.switch(WAIT)
+                    lessee.wait(known, seat.timeouts.beat_s)
+                    continue
+                self._seconds.switch(COMPUTE)
+                epoch = pass_.epochs if fetched is None else fetched.batch.epoch
+                if lessee.epoch is not None:
+                    for ended in range(lessee.epoch, epoch):
+                        self._end_epoch(ended)
+                if fetched is None:
+                    assert seat.group is not None
+                    lessee.mark_complete(seat.group)
+                    return
+                lessee.epoch = max(epoch, lessee.epoch or 0)
+                batch = fetched.batch
+                yield from self._hand_out(pass_, fetched, (batch.lo, batch.hi), (batch.epoch, batch.lo))
+        finally:
+            if lessee.leave(pass_):
+                self._attempt = self._batch = None
+            loader.close()
+            if not self._seconds.starting:
+                self._seconds.switch(COMPUTE)
+
+    def _contribute(self, group: Group, attempt: Attempt, batch: Batch, use: Use) -> bool:
+        use(attempt, batch)
+        if batch.fetched.micro + 1 < batch.fetched.micros:
+            return False
+        self._seconds.switch(EXCHANGE)
+        self._seat.record, report = self._lessee.step(group, self._seat.record, attempt)
+        self._attempt = None
+        self._committed(report)
+        return True
+
+    def _enter(self, above: int) -> bool:
+        """Each has a state of its own: there is nothing to agree on, and nobody to wait for."""
+        group = self._seat.enter(above, meet=False)
+        group.seq = self._seat.record.step
+        self._seat.place(group)
+        self._sync.enter(group)
+        return True
+
+    def _refuse_checkpoint(self) -> None:
+        text = "no checkpoint: workers are not in lockstep, so that there is no state of all"
+        self._seat.client.note("checkpoint_failed", text, {"step": self._seat.record.step})

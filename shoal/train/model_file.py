@@ -15,7 +15,8 @@ from torch import nn
 
 import shoal
 from shoal.recipe import DEFAULT_BATCH, NEEDED, Recipe, missing
-from shoal.train.worker import Batch, Worker
+from shoal.train.attempt import Batch
+from shoal.train.worker import Worker
 
 _CALLBACKS = ("on_step", "on_epoch", "on_reconfigure")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from shoal.errors import Changed
 from shoal.metrics import fault_point
 from shoal.seconds import Seconds
 from shoal.sync.group import Group, Notice, acknowledge
-from shoal.sync.words import Words
+from shoal.sync.words import ACK, Words
 
 
 class Leave(BaseException):
@@ -104,6 +105,21 @@ class Parking:
                 self._part(generation)
                 return
             acknowledge(self._words, self._slot, number)
+
+    def all_left(self) -> bool:
+        """Whether all workers leave, this one as the first of them, and nobody can commit any more. Waits for their
+        acknowledgements; false where they do not come in time."""
+        newest = self._client.newest
+        if newest is None or newest.members:
+            return False
+        if not newest.leavers or newest.leavers[0].worker_id != self._worker_id:
+            return False
+        deadline_s = time.monotonic() + self._patience_s
+        while any(self._words.get(leaver.slot, ACK) < newest.number for leaver in newest.leavers):
+            if time.monotonic() > deadline_s:
+                return False  # somebody may still be committing
+            time.sleep(0.001)
+        return True
 
     def _part(self, generation: Generation) -> None:
         number = generation.number

@@ -11,6 +11,8 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+from shoal.sync.record import Record
+
 
 @dataclass(frozen=True)
 class Situation:
@@ -19,6 +21,14 @@ class Situation:
     size: int
     size_before: int  # of the group before the size last changed; 0 if it never has
     steps_since_change: int
+
+
+def last_change(record: Record, size: int, step: int) -> tuple[int, int]:
+    """The step at which the number of workers last changed, and the number before, when `size` of them make the step
+    that follows the record."""
+    if size != record.size:
+        return step, record.size
+    return record.changed_at, record.size_before
 
 
 class Schedule(ABC):

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-
-import torch
 
 from shoal import errors
 from shoal.data.fed import AuditWriter, Fed, digest
@@ -17,10 +15,11 @@ from shoal.sync.group import Group
 from shoal.sync.record import Record, Records
 from shoal.sync.replica import Replica
 from shoal.sync.sync import Sync, Verdict
-from shoal.train.ballot import EDIT, FOUND, FRESH, TRAIN, Attempt, Ballot, Policy, Tally
+from shoal.train.attempt import Attempt, Policy, not_finite
+from shoal.train.ballot import EDIT, FOUND, FRESH, TRAIN, Ballot, Tally
 from shoal.train.checkpoint import Restored
 from shoal.train.evaluate import Results, summed
-from shoal.train.schedules import Situation
+from shoal.train.schedules import last_change
 
 
 @dataclass(frozen=True)
@@ -53,16 +52,6 @@ class Stepper:
         self.before_ready: Callable[[int], None] = lambda seq: None  # called with the commit that is made ready for
         self.pending: StepReport | None = None
 
-    def gradients(
-        self, loss: torch.Tensor, metrics: Mapping[str, float | torch.Tensor], attempt: Attempt, samples: int
-    ) -> None:
-        """Add one micro-batch: its gradients, weighted so that all workers' together are the global batch's, its loss
-        and its metrics."""
-        share, batch = attempt.hi - attempt.lo, attempt.batch.hi - attempt.batch.lo
-        is_mean = self._policy.loss == "mean"
-        self._sync.backward(loss, self._sync.weight(samples, share, batch) if is_mean else 1.0)
-        attempt.add(samples, loss.item() * (samples if is_mean else 1), metrics)
-
     def train(
         self, group: Group, record: Record, cursor: Cursor, pass_: Pass, attempt: Attempt
     ) -> tuple[StepReport | None, bool]:
@@ -76,7 +65,8 @@ class Stepper:
         tally = self._ballot.tally(group)
         if not tally.finite and self._policy.nan == "stop":
             raise _not_finite(group, attempt, tally, after.step)
-        verdict = Verdict(tally.finite, self._policy.clip_norm, self._factor(group, record, after))
+        factor = self._policy.factor(record, group.size, after.step, after.epoch)
+        verdict = Verdict(tally.finite, self._policy.clip_norm, factor)
         norm = self._sync.prepare(group, verdict)
         if group.rank == 0:
             self._write_record(group, record, after, tally)
@@ -222,17 +212,9 @@ class Stepper:
         self._greeted = 0
         return planned
 
-    def _factor(self, group: Group, record: Record, after: Cursor) -> float:
-        if self._policy.schedule is None:
-            return 1.0
-        changed_at, before = _last_change(group, record, after)
-        return self._policy.schedule.factor(
-            Situation(after.step, after.epoch, group.size, before, after.step - changed_at)
-        )
-
     def _write_record(self, group: Group, record: Record, after: Cursor, tally: Tally) -> None:
         self._place_text(record)
-        changed_at, before = _last_change(group, record, after)
+        changed_at, before = last_change(record, group.size, after.step)
         self._records.write(
             group.seq + 1,
             Record(
@@ -261,17 +243,8 @@ class Stepper:
         ))  # fmt: skip
 
 
-def _last_change(group: Group, record: Record, after: Cursor) -> tuple[int, int]:
-    """The step at which the number of workers last changed, and the number before."""
-    if group.size != record.size:
-        return after.step, record.size
-    return record.changed_at, record.size_before
-
-
 def _not_finite(group: Group, attempt: Attempt, tally: Tally, step: int) -> errors.LossNotFinite:
     worst = next((rank for rank, value in enumerate(tally.losses) if not math.isfinite(value)), 0)
     lo, hi = split(attempt.batch, worst, group.size)
-    return errors.LossNotFinite(
-        f"the loss of step {step} is {tally.losses[worst]} on {group.members[worst].worker_id} (epoch "
-        f"{attempt.batch.epoch}, positions {lo} to {hi}): lower the learning rate, or attach with nan='skip'"
-    )
+    loss = f"step {step} is {tally.losses[worst]} on {group.members[worst].worker_id}"
+    return not_finite(loss, attempt.batch.epoch, lo, hi)

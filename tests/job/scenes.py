@@ -17,13 +17,14 @@ from torch.utils.data import TensorDataset
 from training import Case, Gate, Slow, Stream, data, model
 
 import shoal
+from shoal.train.attempt import Batch
 from shoal.train.step import StepReport
 
 OUT = Path(sys.argv[2]) if len(sys.argv) > 2 else Path()
 GATE = Gate(OUT / "gate") if "gated" in sys.argv else None
 
 
-def loss_of(net: nn.Module, batch: shoal.train.worker.Batch) -> torch.Tensor:
+def loss_of(net: nn.Module, batch: Batch) -> torch.Tensor:
     return nn.functional.cross_entropy(net(batch.x), batch.y)
 
 
@@ -226,7 +227,7 @@ def evaluates(worker: shoal.Worker) -> None:
     used = 0
     scores = []
 
-    def score(batch: shoal.train.worker.Batch) -> dict[str, torch.Tensor]:
+    def score(batch: Batch) -> dict[str, torch.Tensor]:
         nonlocal used
         used += 1
         assert not net.training
@@ -238,7 +239,7 @@ def evaluates(worker: shoal.Worker) -> None:
         right = (outputs.argmax(1) == batch.y).double().mean()
         return {"right": right, "loss": nn.functional.cross_entropy(outputs, batch.y)}
 
-    def predict(batch: shoal.train.worker.Batch) -> torch.Tensor:
+    def predict(batch: Batch) -> torch.Tensor:
         if worker.id == "w0" and batch.ids[0] > 200:
             os.kill(os.getpid(), signal.SIGKILL)
         return net(batch.x)
@@ -369,7 +370,7 @@ def streams(worker: shoal.Worker) -> None:
         hold(worker)
         worker.step(loss_of(net, batch))
 
-    def score(batch: shoal.train.worker.Batch) -> dict[str, torch.Tensor]:
+    def score(batch: Batch) -> dict[str, torch.Tensor]:
         if worker.id == "w1" and batch.ids[0] > 200:
             os.kill(os.getpid(), signal.SIGKILL)
         return {"loss": loss_of(net, batch)}

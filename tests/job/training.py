@@ -60,7 +60,7 @@ class Gate:
     def hold(self, worker: shoal.Worker) -> None:
         """For the script, before each step. A change of workers is let through, and with it one step at most: it has
         to come about, and a job that is stopped has to end."""
-        while worker.steps >= self._step and worker._notice.newest <= worker.generation:
+        while worker.steps >= self._step and worker._seat.notice.newest <= worker.generation:
             self._step = int(self.path.read_text()) if self.path.exists() else 0
             if worker.steps >= self._step:
                 time.sleep(0.002)

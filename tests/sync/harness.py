@@ -23,7 +23,7 @@ from shoal.sync.record import Records
 from shoal.sync.replica import Replica
 from shoal.sync.sync import Sync
 from shoal.sync.words import Words
-from shoal.train.ballot import Attempt, Policy
+from shoal.train.attempt import Attempt, Policy
 from shoal.train.step import Stepper, StepReport
 
 JOIN_S = 60.0
@@ -82,7 +82,8 @@ class ThreadWorker:
         self.replica = Replica(model, optimizer, schedulers)
         self.sync.bind(self.replica, host.memory, self.words, slot)
         self._audit = AuditWriter(host.folder, f"w{slot}")
-        self.stepper = Stepper(self.sync, self.replica, self.records, self._audit, policy or Policy())
+        self.policy = policy or Policy()
+        self.stepper = Stepper(self.sync, self.replica, self.records, self._audit, self.policy)
         _made.append(self)
         self.slot = slot
         self.reports: list[StepReport] = []
@@ -111,7 +112,7 @@ class ThreadWorker:
             attempt.ids.append(np.array(ids[start:end], dtype=np.int64))
             if len(mine) and (value := loss(self.model, mine)) is not None:
                 metrics = {name: measure(mine) for name, measure in self.metrics.items()}
-                self.stepper.gradients(value, metrics, attempt, len(mine))
+                attempt.learn(self.sync, self.policy, value, metrics, len(mine))
         cursor = self.record.cursor
         pass_ = Pass(0, 10**6, 10**6, 0, True, False, len(ids), None, accumulate)
         report, _ = self.stepper.train(self.group, self.record, cursor, pass_, attempt)

@@ -17,7 +17,7 @@ from shoal.sync import allreduce, linear
 from shoal.sync.independent import Independent
 from shoal.sync.probe import unit_of
 from shoal.sync.replica import Replica
-from shoal.train.ballot import Policy
+from shoal.train.attempt import Policy
 from shoal.train.schedules import LinearScaling, Schedule, Situation
 from tests.sync.harness import Host, ThreadWorker, state_of
 
