@@ -191,14 +191,14 @@ class Leased(Pace):
             lessee.begin(pass_, loader)
             while True:
                 self._seconds.switch(INPUT)
-                newest, known = seat.client.newest, seat.generation
-                if newest is not None and newest.number > known and self._attempt is None:
+                newest = seat.client.newest
+                if newest is not None and newest.number > seat.generation and self._attempt is None:
                     lessee.tell()
                     self._reconfigure()
                 fetched = lessee.fetch()
                 if fetched is None and not lessee.over:
                     self._seconds.switch(WAIT)
-                    lessee.wait(known, seat.timeouts.beat_s)
+                    lessee.wait(seat.generation, seat.timeouts.beat_s)
                     continue
                 self._seconds.switch(COMPUTE)
                 epoch = pass_.epochs if fetched is None else fetched.batch.epoch

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Iterator
 
+from shoal import errors
 from shoal.data import ledger
 from shoal.data.batches import Loader
 from shoal.data.fed import declare
@@ -41,7 +42,7 @@ class Lockstep(Pace):
         self._restored = restored  # until the job has gone on from it
         self._results = Results(seat.run_dir.results)
         self._edits = 0  # that the script made outside of passes
-        self._in_pass = False
+        self._in_pass: Pass | None = None
         self._split_is_new = True  # the loader has to be started again
         if saver is not None:
             stepper.before_ready = saver.before
@@ -52,7 +53,7 @@ class Lockstep(Pace):
     def batches(self, pass_: Pass, loader: Loader) -> Iterator[Batch]:
         seat = self._seat
         try:
-            self._in_pass = True
+            self._in_pass = pass_
             if self._passed(pass_):
                 if self._restored is not None and not seat.words.commit:
                     # The job went on from behind this pass: what follows is still to be done by workers with ranks.
@@ -83,8 +84,14 @@ class Lockstep(Pace):
                     return
                 share, place = ledger.split(fetched.batch, rank, size), (seat.record.step, rank)
                 yield from self._hand_out(pass_, fetched, share, place)
+                if self._in_pass is not pass_:
+                    raise errors.SettingsContradict(
+                        "evaluate(), predict() or another batches() was called inside this loop, and its pass cannot "
+                        "go on after that: call them between loops, for example with one batches() for each epoch"
+                    )
         finally:
-            self._in_pass = False
+            if self._in_pass is pass_:
+                self._in_pass = None
             loader.close()
             if not self._seconds.starting:
                 self._seconds.switch(COMPUTE)
@@ -186,7 +193,7 @@ class Lockstep(Pace):
     def edit(self) -> Iterator[None]:
         """As `Worker.edit`."""
         seat = self._seat
-        if not self._in_pass:
+        if self._in_pass is None:
             self._edits += 1
         self._stepper.edits = self._edits
         if seat.group is None:

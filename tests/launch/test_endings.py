@@ -197,6 +197,13 @@ def test_the_others_leave_in_order_when_one_workers_code_raises(tmp_path: Path) 
     assert {event["worker_id"] for event in result.of("left")} == {"w0", "w2"}
 
 
+EVALUATES_INSIDE = """
+def main(worker):
+    for batch in batches(worker, epochs=5):
+        worker.step(loss(batch))
+        worker.evaluate(TensorDataset(torch.zeros(6, 4)), lambda batch: {"loss": 1.0}, batch_size=6)
+"""
+
 NEVER_STEPS = """
 def main(worker):
     pass
@@ -272,6 +279,9 @@ def test_a_job_of_one_process_ends_with_the_exit_codes_of_shoal_run(tmp_path: Pa
     assert mistaken.returncode == 2
     assert "Traceback" not in mistaken.stderr
     assert last_line(mistaken.stderr).startswith("shoal: SettingsContradict: batches() before attach()")
+    inside = alone(tmp_path, EVALUATES_INSIDE)
+    assert inside.returncode == 2
+    assert "SettingsContradict: evaluate(), predict() or another batches() was called in" in last_line(inside.stderr)
     idle = alone(tmp_path, NEVER_STEPS)
     assert idle.returncode == 2
     assert " trained nothing: main(worker) must go over worker.batches" in last_line(idle.stderr)
