@@ -81,6 +81,7 @@ def lockstep(setup: Setup) -> Step:
 
     def step() -> None:
         alone()
+        group.ready()  # nobody may be a commit ahead of who still looks for the one before
         group.commit()
 
     return step
