@@ -33,6 +33,7 @@ from shoal.launch.screen import Screen
 from shoal.launch.settings import JobSettings, parse_size
 from shoal.recipe import RUNNER, TRAINING, Recipe, check_model_file, read_config, with_values
 
+_BATCHES = {"batch_size", "global_batch"}  # of which a recipe has one
 _OF_JOB = JobSettings.names() | {"workers"}
 
 
@@ -142,8 +143,9 @@ def _use_model_file(
     of_job, of_training = read_config(config) if config is not None else ({}, {})
     of_job = _of_job(of_job, f"{config} [job]")
     here = {name: value for name, value in here.items() if value is not None}
-    if "batch_size" in here or "global_batch" in here:  # one of them, and the file's other is not meant any more
-        of_training = {name: value for name, value in of_training.items() if name not in ("batch_size", "global_batch")}
+    given_here = {*here, *(text.partition("=")[0] for text in more or ())}
+    if given_here & _BATCHES:  # one of them, and the file's other is not meant any more
+        of_training = {name: value for name, value in of_training.items() if name not in _BATCHES}
     recipe = with_values(replace(recipe, file=str(path)), of_training, f"{config} [train]")
     recipe = with_values(recipe, here, "the command line")
     for text in more or ():

@@ -22,7 +22,7 @@ from shoal.sync.replica import Replica
 from shoal.sync.sync import Sync, Verdict
 from shoal.train.attempt import Attempt, Batch, Policy, not_finite
 from shoal.train.callbacks import Callbacks
-from shoal.train.pace import Pace, Use
+from shoal.train.pace import Pace, Use, begun_inside
 from shoal.train.schedules import last_change
 from shoal.train.seat import Seat
 from shoal.train.step import StepReport
@@ -138,9 +138,12 @@ class Lessee:
         """Say how far this worker is, before it may leave."""
         self._client.tell_leases()
 
+    def is_in(self, pass_: Pass) -> bool:
+        return self._in_pass and self._pass is pass_
+
     def leave(self, pass_: Pass) -> bool:
         """The pass is complete, or is left early: what is not used of it goes back. False: it was left before."""
-        if not self._in_pass or self._pass is not pass_:
+        if not self.is_in(pass_):
             return False
         self._in_pass = False
         self._leases.clear()
@@ -212,6 +215,8 @@ class Leased(Pace):
                 lessee.epoch = max(epoch, lessee.epoch or 0)
                 batch = fetched.batch
                 yield from self._hand_out(pass_, fetched, (batch.lo, batch.hi), (batch.epoch, batch.lo))
+                if not lessee.is_in(pass_):
+                    raise begun_inside()
         finally:
             if lessee.leave(pass_):
                 self._attempt = self._batch = None

@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Iterator
 
-from shoal import errors
 from shoal.data import ledger
 from shoal.data.batches import Loader
 from shoal.data.fed import declare
@@ -22,7 +21,7 @@ from shoal.train.attempt import Attempt, Batch
 from shoal.train.callbacks import Callbacks
 from shoal.train.checkpoint import Moment, Restored, Saver
 from shoal.train.evaluate import Results
-from shoal.train.pace import Pace, Use
+from shoal.train.pace import Pace, Use, begun_inside
 from shoal.train.reconfigure import Leave
 from shoal.train.seat import Seat
 from shoal.train.step import Stepper, StepReport
@@ -71,6 +70,10 @@ class Lockstep(Pace):
             self._split_is_new = True
             while True:
                 self._seconds.switch(INPUT)
+                if self._in_pass is not pass_:
+                    if loader.next() is None:
+                        return
+                    raise begun_inside()
                 if seat.group.changed:
                     self._reconfigure(attempted=seat.group.seq + 1 if self._attempt is not None else None)
                 if self._stepper.fresh and self._stepper.newest_pass > pass_.index:
@@ -84,11 +87,6 @@ class Lockstep(Pace):
                     return
                 share, place = ledger.split(fetched.batch, rank, size), (seat.record.step, rank)
                 yield from self._hand_out(pass_, fetched, share, place)
-                if self._in_pass is not pass_:
-                    raise errors.SettingsContradict(
-                        "evaluate(), predict() or another batches() was called inside this loop, and its pass cannot "
-                        "go on after that: call them between loops, for example with one batches() for each epoch"
-                    )
         finally:
             if self._in_pass is pass_:
                 self._in_pass = None

@@ -134,6 +134,13 @@ class Pace(ABC):
         seconds.switch(was)
 
 
+def begun_inside() -> errors.SettingsContradict:
+    return errors.SettingsContradict(
+        "evaluate(), predict() or another batches() was called inside this loop, and its pass cannot go on after that: "
+        "call them between loops, for example with one batches() for each epoch"
+    )
+
+
 def _seed_everything(seed: int) -> None:
     # Not torch.manual_seed: while CUDA is not initialised it writes down a traceback at each call, which takes 2 ms.
     torch.default_generator.manual_seed(seed)

@@ -197,6 +197,19 @@ def test_the_others_leave_in_order_when_one_workers_code_raises(tmp_path: Path) 
     assert {event["worker_id"] for event in result.of("left")} == {"w0", "w2"}
 
 
+EVALUATES_AT_THE_END = """
+def main(worker):
+    global net
+    net, data, scores = torch.nn.Linear(4, 1), TensorDataset(torch.zeros(60, 4)), []
+    def on_epoch(epoch):
+        scores.append(worker.evaluate(data, lambda batch: {"loss": 1.0}, batch_size=6))
+    worker.attach(net, torch.optim.SGD(net.parameters(), lr=1e-3), on_epoch=on_epoch)
+    for epoch in range(3):
+        for batch in worker.batches(data, global_batch=12):
+            worker.step(loss(batch))
+    assert len(scores) == 3 and worker.steps == 15
+"""
+
 EVALUATES_INSIDE = """
 def main(worker):
     for batch in batches(worker, epochs=5):
@@ -279,6 +292,8 @@ def test_a_job_of_one_process_ends_with_the_exit_codes_of_shoal_run(tmp_path: Pa
     assert mistaken.returncode == 2
     assert "Traceback" not in mistaken.stderr
     assert last_line(mistaken.stderr).startswith("shoal: SettingsContradict: batches() before attach()")
+    fine = alone(tmp_path, EVALUATES_AT_THE_END)
+    assert fine.returncode == 0, fine.stderr
     inside = alone(tmp_path, EVALUATES_INSIDE)
     assert inside.returncode == 2
     assert "SettingsContradict: evaluate(), predict() or another batches() was called in" in last_line(inside.stderr)

@@ -47,7 +47,7 @@ def test_a_model_file_is_trained_scored_and_used(tmp_path: Path) -> None:
 def test_the_command_line_goes_before_the_file_and_weights_are_looked_for_first(tmp_path: Path) -> None:
     config = tmp_path / "job.toml"
     config.write_text(f'[job]\ninit_from = "{tmp_path}/nowhere"\n[train]\nglobal_batch = 60\n')
-    refused = shoal("train", DIGITS, "--config", config, "--dir", tmp_path / "a", "--batch-size", 4)
+    refused = shoal("train", DIGITS, "--config", config, "--dir", tmp_path / "a", "--set", "batch_size=4")
     assert refused.returncode == 2
     assert f"{tmp_path}/nowhere" in refused.stderr  # and not that both batch sizes are given
     assert not (tmp_path / "a").exists()

@@ -278,7 +278,8 @@ class Model:
             self.rolled += 1
         after = self._commit(put(state, i, me._replace(pc=self._first(seq), seq=seq)), i, begins)
         index = me.generation - 1
-        after = after._replace(entered=(*state.entered[:index], begins, *state.entered[index + 1 :]))
+        if entered == TORN:
+            after = after._replace(entered=(*state.entered[:index], begins, *state.entered[index + 1 :]))
         yield Step(f"{i} enters generation {me.generation}, from {show(begins)}", after)
 
     def _lane(self, state: State, i: int, words: Words) -> Worker:
