@@ -2,17 +2,18 @@
 
 One thread moves all bytes and owns all state; what others ask of it is queued. Frames go out in the order they were
 posted and come into buffers that were named before (`expect`); a frame that nobody expects yet waits in the sender's
-socket. Who does not know the generation's key is not spoken to, so nothing of an older generation, or of a stranger, is
-ever read as a frame.
+socket. A connection begins with both ends proving that they have the generation's key, so nothing of an older
+generation is read as a frame, nor what anybody says who is not on the path. Frames are not encrypted.
 """
 
 from __future__ import annotations
 
+import errno
 import hmac
 import logging
 import math
 import os
-import selectors
+import select
 import socket
 import struct
 import threading
@@ -28,13 +29,16 @@ _log = logging.getLogger(__name__)
 
 _HELLO = struct.Struct("<8sQII16s")  # magic, generation, from slot, to slot, nonce
 _MAGIC = b"shoal-1\n"
+_WELCOME = b"\n"
 _NONCE_BYTES, _PROOF_BYTES = 16, 32
 _FRAME = struct.Struct("<QQ")  # tag, bytes that follow
 _RETRY_S = 0.01  # the other may learn of the generation a moment later
 _GREETING_S = 2.0  # for a stranger to prove itself
 _MAX_STRANGERS = 64
-_PIECE_BYTES = 1 << 20  # moved by one call, so that one connection does not keep the others waiting
-_READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
+_PAUSE_S = 0.1  # without taking new connections, when there are no descriptors left
+_PIECE_BYTES, _PIECES = 1 << 20, 4  # moved at a time, so that one connection does not keep the others waiting
+_READ, _WRITE, _HUNG_UP = select.EPOLLIN, select.EPOLLOUT, select.EPOLLRDHUP
+_NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Listens(Protocol):
@@ -46,21 +50,28 @@ class Listens(Protocol):
     def broken(self, generation: int, slot: int, why: str) -> None:
         """The connection to that worker has ended; what was in flight on it is lost."""
 
+    def failed(self, problem: Exception) -> None:
+        """The wire itself cannot go on."""
+
 
 class _Connection:
-    def __init__(self, socket_: socket.socket) -> None:
+    def __init__(self, socket_: socket.socket, called: int | None = None) -> None:
         socket_.setblocking(False)
         socket_.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = socket_
         self.since_s = time.monotonic()
+        self.called = called  # the slot whose address this end has connected to
         self.slot: int | None = None  # of the worker at the other end, once it has proved itself
-        self.called: int | None = None  # the slot whose address this end has connected to
         self.outgoing: deque[memoryview] = deque()
         self.into = memoryview(bytearray())  # what is being read; when it is full, `then` says what comes next
         self.filled = 0
         self.then: Callable[[], None] = lambda: None
         self.reading = True
-        self.watched = 0
+        self.watched: int | None = None
+
+    @property
+    def open(self) -> bool:
+        return self.socket.fileno() >= 0
 
     def read(self, into: memoryview, then: Callable[[], None]) -> None:
         self.into, self.filled, self.then = into, 0, then
@@ -69,15 +80,17 @@ class _Connection:
 class Wire:
     def __init__(self, slot: int, host: str, listens: Listens) -> None:
         self._slot, self._listens = slot, listens
-        self._listener = socket.create_server((host, 0), backlog=_MAX_STRANGERS)
+        self._listener = socket.create_server((host, 0), family=_family(host), backlog=_MAX_STRANGERS)
         self._listener.setblocking(False)
         self.address: Address = self._listener.getsockname()[:2]
-        self._selector = selectors.DefaultSelector()
         self._asked: deque[Callable[[], None]] = deque()
         self._bell_read, self._bell_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._bell_lock = threading.Lock()
-        self._selector.register(self._listener, _READ, self._accept)
-        self._selector.register(self._bell_read, _READ, self._drain_bell)
+        self._bell_lock = threading.RLock()  # a signal's handler may ask while this thread does
+        self._epoll = select.epoll()
+        self._epoll.register(self._listener, _READ)
+        self._epoll.register(self._bell_read, _READ)
+        self._by_descriptor: dict[int, _Connection] = {}
+        self._listens_again_s = math.inf
         self._generation, self._key = 0, b""
         self._others: dict[int, Address] = {}
         self._calls: dict[int, float] = {}  # slots that this worker connects to, and when it tries next
@@ -91,11 +104,21 @@ class Wire:
 
     def enter(self, generation: int, key: bytes, others: Mapping[int, Address]) -> None:
         """Drop the connections of older generations, and what was posted or expected on them; connect to these slots.
-        Of two workers the one with the lower slot connects."""
-        self._ask(partial(self._enter, generation, key, dict(others)))
+        Of two workers the one with the lower slot connects. When this returns, buffers of before are not touched any
+        more."""
+        entered = threading.Event()
+
+        def enter() -> None:
+            self._enter(generation, key, dict(others))
+            entered.set()
+
+        self._ask(enter)
+        while not entered.wait(0.1) and self._thread.is_alive():
+            pass  # if the thread has ended, it has told why
 
     def post(self, generation: int, slot: int, tag: int, data: memoryview) -> None:
-        """Send a frame, after those posted before. `data` must not change until the other has it."""
+        """Send a frame, after those posted before. Only once `connected`; what is posted to a connection that is not
+        there, or not any more, goes nowhere. `data` must not change until the other has it."""
         self._ask(partial(self._post, generation, slot, tag, data.cast("B")))
 
     def expect(self, generation: int, slot: int, tag: int, into: memoryview, then: Callable[[], None]) -> None:
@@ -105,7 +128,16 @@ class Wire:
     def close(self) -> None:
         """End every connection; what is asked of the wire from here on is ignored."""
         self._ask(self._shut)
-        self._thread.join()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def close_in_child(self) -> None:
+        """After a fork, in the child, which has no thread of it: let go of what the parent may close."""
+        for one in (*self._by_descriptor.values(),):
+            one.socket.close()
+        self._listener.close()
+        self._epoll.close()
+        self._bell_write = -1
 
     def _ask(self, request: Callable[[], None]) -> None:
         self._asked.append(request)
@@ -120,20 +152,27 @@ class Wire:
     # From here on: the wire's thread only.
 
     def _run(self) -> None:
-        while self._open:
-            for key, events in self._selector.select(self._until_next_s()):
-                if callable(key.data):
-                    key.data()
-                else:
-                    self._serve(key.data, events)
-            while self._asked:
-                self._asked.popleft()()
-            self._by_the_clock()
+        try:
+            while self._open:
+                for descriptor, events in self._epoll.poll(self._until_next_s()):
+                    if descriptor == self._listener.fileno():
+                        self._accept()
+                    elif descriptor == self._bell_read:
+                        self._drain_bell()
+                    elif (connection := self._by_descriptor.get(descriptor)) is not None:
+                        self._serve(connection, events)
+                while self._asked:
+                    self._asked.popleft()()
+                self._by_the_clock()
+        except Exception as problem:  # also of those who listen: nobody must wait for a wire that is no more
+            self._release()
+            self._listens.failed(problem)
+            return
         self._release()
 
     def _until_next_s(self) -> float | None:
-        times = [*self._calls.values(), *(one.since_s + _GREETING_S for one in self._strangers)]
-        soonest_s = min(times, default=math.inf)
+        ends = (one.since_s + _GREETING_S for one in self._strangers)
+        soonest_s = min((*self._calls.values(), *ends, self._listens_again_s))
         return None if soonest_s == math.inf else max(0.0, soonest_s - time.monotonic())
 
     def _by_the_clock(self) -> None:
@@ -142,6 +181,9 @@ class Wire:
             self._end(stranger, "it did not prove itself in time")
         for slot in [slot for slot, at_s in self._calls.items() if at_s <= now_s]:
             self._call(slot)
+        if self._listens_again_s <= now_s:
+            self._listens_again_s = math.inf
+            self._epoll.modify(self._listener, _READ)
 
     def _drain_bell(self) -> None:
         try:
@@ -166,7 +208,7 @@ class Wire:
     def _release(self) -> None:
         for connection in (*self._connections.values(), *self._strangers):
             self._drop(connection)
-        self._selector.close()
+        self._epoll.close()
         self._listener.close()
         with self._bell_lock:
             os.close(self._bell_read)
@@ -176,7 +218,7 @@ class Wire:
     def _post(self, generation: int, slot: int, tag: int, data: memoryview) -> None:
         connection = self._connections.get(slot)
         if generation != self._generation or connection is None:
-            return  # whoever waits for the answer is told of the change, or was told that it is broken
+            return
         connection.outgoing += (memoryview(_FRAME.pack(tag, data.nbytes)), data)
         self._write(connection)
 
@@ -188,16 +230,20 @@ class Wire:
         if connection is not None and not connection.reading:
             self._frame_begins(connection)
 
-    # Greetings: hello, then each proves to the other that it has the key.
+    # Greetings: hello; the acceptor proves that it has the key, then the caller; welcome.
 
     def _accept(self) -> None:
         try:
             accepted, _ = self._listener.accept()
-        except OSError:
-            return  # it was gone before
+        except OSError as problem:  # if it is not for want of descriptors, who called was gone before
+            if problem.errno in _NO_DESCRIPTORS:
+                self._epoll.modify(self._listener, 0)
+                self._listens_again_s = time.monotonic() + _PAUSE_S
+            return
+        callers = [one for one in self._strangers if one.called is None]
+        if len(callers) >= _MAX_STRANGERS:
+            self._end(min(callers, key=lambda one: one.since_s), "too many are at the door")
         connection = _Connection(accepted)
-        if len(self._strangers) >= _MAX_STRANGERS:
-            self._end(min(self._strangers, key=lambda one: one.since_s), "too many are at the door")
         self._strangers.add(connection)
         hello = memoryview(bytearray(_HELLO.size))
         connection.read(hello, partial(self._greeted, connection, hello))
@@ -212,16 +258,27 @@ class Wire:
         nonce = os.urandom(_NONCE_BYTES)
         connection.outgoing.append(memoryview(nonce + self._proof(b"accepts", hello, nonce)))
         proof = memoryview(bytearray(_PROOF_BYTES))
-        connection.read(proof, partial(self._proved, connection, theirs, proof, self._proof(b"connects", hello, nonce)))
+        right = self._proof(b"connects", hello, nonce)
+        connection.read(proof, partial(self._caller_proved, connection, theirs, proof, right))
         self._write(connection)
+
+    def _caller_proved(self, connection: _Connection, slot: int, proof: memoryview, right: bytes) -> None:
+        if not hmac.compare_digest(bytes(proof), right):
+            self._end(connection, "it does not have the generation's key")
+        elif slot in self._connections:
+            self._end(connection, "that worker is connected already")
+        else:
+            connection.outgoing.append(memoryview(_WELCOME))
+            self._write(connection)
+            if connection.open:
+                self._is_connected(connection, slot)
 
     def _call(self, slot: int) -> None:
         self._calls[slot] = math.inf  # until this one has ended
-        family = socket.AF_INET6 if ":" in self._others[slot][0] else socket.AF_INET
-        connection = _Connection(socket.socket(family, socket.SOCK_STREAM))
-        connection.called = slot
+        host, port = self._others[slot]
+        connection = _Connection(socket.socket(_family(host), socket.SOCK_STREAM), called=slot)
         self._strangers.add(connection)
-        connection.socket.connect_ex(self._others[slot])
+        connection.socket.connect_ex((host, port))
         hello = _HELLO.pack(_MAGIC, self._generation, self._slot, slot, os.urandom(_NONCE_BYTES))
         connection.outgoing.append(memoryview(hello))
         answer = memoryview(bytearray(_NONCE_BYTES + _PROOF_BYTES))
@@ -230,17 +287,17 @@ class Wire:
 
     def _answered(self, connection: _Connection, slot: int, hello: memoryview, answer: memoryview) -> None:
         nonce = bytes(answer[:_NONCE_BYTES])
+        if not hmac.compare_digest(bytes(answer[_NONCE_BYTES:]), self._proof(b"accepts", hello, nonce)):
+            self._end(connection, "it does not have the generation's key")
+            return
         connection.outgoing.append(memoryview(self._proof(b"connects", hello, nonce)))
+        connection.read(memoryview(bytearray(len(_WELCOME))), partial(self._is_connected, connection, slot))
         self._write(connection)
-        self._proved(connection, slot, answer[_NONCE_BYTES:], self._proof(b"accepts", hello, nonce))
 
     def _proof(self, role: bytes, hello: memoryview, nonce: bytes) -> bytes:
         return hmac.digest(self._key, role + bytes(hello) + nonce, "sha256")
 
-    def _proved(self, connection: _Connection, slot: int, proof: memoryview, right: bytes) -> None:
-        if not hmac.compare_digest(bytes(proof), right) or slot in self._connections:
-            self._end(connection, "it does not have the generation's key")
-            return
+    def _is_connected(self, connection: _Connection, slot: int) -> None:
         self._strangers.discard(connection)
         connection.slot = slot
         self._connections[slot] = connection
@@ -255,8 +312,7 @@ class Wire:
     # Frames.
 
     def _frame_awaited(self, connection: _Connection) -> None:
-        head = memoryview(bytearray(_FRAME.size))
-        connection.read(head, partial(self._frame_begins, connection))
+        connection.read(memoryview(bytearray(_FRAME.size)), partial(self._frame_begins, connection))
 
     def _frame_begins(self, connection: _Connection) -> None:
         """Its head is read. Nothing more is, until somebody expects it."""
@@ -281,12 +337,12 @@ class Wire:
     # Bytes.
 
     def _serve(self, connection: _Connection, events: int) -> None:
-        if connection.socket.fileno() < 0:
-            return  # dropped by what was served before it
         if events & _WRITE:
             self._write(connection)
-        if events & _READ and connection.socket.fileno() >= 0:
+        if connection.open and connection.reading and events & ~_WRITE:
             self._read(connection)
+        elif connection.open and events & ~(_READ | _WRITE):
+            self._end(connection, "the other end has closed it")  # what it said last, nobody has asked for
 
     def _read(self, connection: _Connection) -> None:
         try:
@@ -306,7 +362,9 @@ class Wire:
 
     def _write(self, connection: _Connection) -> None:
         try:
-            while connection.outgoing:
+            for _ in range(_PIECES):
+                if not connection.outgoing:
+                    break
                 piece = connection.outgoing[0]
                 count = connection.socket.send(piece[:_PIECE_BYTES]) if piece.nbytes else 0
                 self.sent_bytes += count if connection.slot is not None else 0
@@ -322,25 +380,31 @@ class Wire:
         self._watch(connection)
 
     def _watch(self, connection: _Connection) -> None:
-        """Be called when it can be read or written, as far as either is wanted."""
-        events = (_READ if connection.reading else 0) | (_WRITE if connection.outgoing else 0)
-        if events == connection.watched or connection.socket.fileno() < 0:
+        """Be called when it can be read or written, as far as either is wanted, and when the other end has hung up."""
+        events = _HUNG_UP | (_READ if connection.reading else 0) | (_WRITE if connection.outgoing else 0)
+        if events == connection.watched or not connection.open:
             return
-        if not connection.watched:
-            self._selector.register(connection.socket, events, connection)
-        elif not events:
-            self._selector.unregister(connection.socket)
+        if connection.watched is None:
+            self._epoll.register(connection.socket, events)
+            self._by_descriptor[connection.socket.fileno()] = connection
         else:
-            self._selector.modify(connection.socket, events, connection)
+            self._epoll.modify(connection.socket, events)
         connection.watched = events
 
     def _drop(self, connection: _Connection) -> None:
-        if connection.watched:
-            self._selector.unregister(connection.socket)
-            connection.watched = 0
+        if connection.watched is not None:
+            self._epoll.unregister(connection.socket)
+            del self._by_descriptor[connection.socket.fileno()]
+            connection.watched = None
+        try:
+            connection.socket.shutdown(socket.SHUT_RDWR)  # also if a child process holds it
+        except OSError:
+            pass  # it was not connected yet, or is not any more
         connection.socket.close()
 
     def _end(self, connection: _Connection, why: str) -> None:
+        if not connection.open:
+            return
         self._drop(connection)
         self._strangers.discard(connection)
         if connection.slot is not None and self._connections.get(connection.slot) is connection:
@@ -350,3 +414,7 @@ class Wire:
             _log.debug("a connection was dropped: %s", why)
             if connection.called in self._calls:
                 self._calls[connection.called] = time.monotonic() + _RETRY_S
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

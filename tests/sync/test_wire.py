@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hmac
 import os
+import signal
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +29,7 @@ class Host:
         self._told = threading.Condition()
         self.reached: list[int] = []
         self.lost: list[tuple[int, int]] = []
+        self.problems: list[Exception] = []
         self.wire = Wire(slot, "127.0.0.1", self)
 
     def connected(self, generation: int) -> None:
@@ -36,6 +40,11 @@ class Host:
     def broken(self, generation: int, slot: int, why: str) -> None:
         with self._told:
             self.lost.append((generation, slot))
+            self._told.notify_all()
+
+    def failed(self, problem: Exception) -> None:
+        with self._told:
+            self.problems.append(problem)
             self._told.notify_all()
 
     def wait(self, until: Callable[[], bool]) -> None:
@@ -54,6 +63,7 @@ def hosts() -> Iterator[list[Host]]:
     yield made
     for host in made:
         host.wire.close()
+    assert not any(host.problems for host in made)
 
 
 def enter(hosts: list[Host], generation: int, key: bytes = KEY) -> None:
@@ -107,13 +117,74 @@ def test_an_empty_frame_arrives(hosts: list[Host]) -> None:
 
 def test_the_next_generation_reads_nothing_of_the_one_before(hosts: list[Host]) -> None:
     enter(hosts[:2], 1)
-    hosts[0].wire.post(1, 1, 4, memoryview(b"old" * 1_000_000))  # is under way, half of it read at most
+    half, came = hosts[1].receives(1, 0, 4, 64 << 20)
+    hosts[0].wire.post(1, 1, 4, memoryview(b"x" * (64 << 20)))
+    while not any(half):
+        pass
     enter(hosts[:2], 2)
+    stays = bytes(half)
     into, done = hosts[1].receives(2, 0, 4, 3)
     hosts[0].wire.post(1, 1, 4, memoryview(b"old"))
     hosts[0].wire.post(2, 1, 4, memoryview(b"new"))
     assert done.wait(WAIT_S)
     assert into == b"new"
+    assert came.is_set() or half == stays
+
+
+def test_what_was_posted_may_be_written_over_once_the_next_generation_is_entered(hosts: list[Host]) -> None:
+    for generation in range(1, 20, 2):
+        enter(hosts[:2], generation)
+        data = bytearray(16 << 20)
+        into, whole = hosts[1].receives(generation, 0, 1, len(data))
+        _, after = hosts[1].receives(generation, 0, 2, 1)
+        hosts[0].wire.post(generation, 1, 1, memoryview(data))
+        hosts[0].wire.post(generation, 1, 2, memoryview(b"!"))
+        hosts[0].wire.enter(generation + 1, KEY, {})
+        data[:] = b"x" * len(data)
+        hosts[1].wire.enter(generation + 1, KEY, {})
+        assert not any(into) or not whole.is_set()
+        assert not after.is_set() or whole.is_set()
+
+
+def test_hanging_up_is_seen_behind_a_frame_that_nobody_expects_and_beside_a_child_that_holds_the_socket(
+    hosts: list[Host],
+) -> None:
+    enter(hosts, 1)
+    hosts[2].wire.post(1, 0, 5, memoryview(b"unasked"))
+    child = os.fork()
+    if not child:
+        time.sleep(WAIT_S)
+        os._exit(0)
+    try:
+        hosts[2].wire.enter(2, KEY, {})
+        for host in hosts[:2]:
+            host.wait(lambda host=host: host.lost == [(1, 2)])
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_wire_that_fails_says_so_and_lets_go(hosts: list[Host]) -> None:
+    enter(hosts[:2], 1)
+    hosts[0].wire.enter(2, KEY, {1: ("127.0.0.1", 70_000)})
+    hosts[0].wait(lambda: len(hosts[0].problems) == 1)
+    hosts[1].wait(lambda: hosts[1].lost == [(1, 0)])
+    hosts[0].wire.enter(3, KEY, {})
+    hosts[0].problems.clear()
+
+
+def test_an_end_that_resets_is_called_again(hosts: list[Host]) -> None:
+    """It has the key, answers, and hangs up before it has read the proof."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        hosts[0].wire.enter(1, KEY, {1: other.getsockname()[:2]})
+        for _ in range(3):
+            accepted, _ = other.accept()
+            hello = accepted.recv(_HELLO.size, socket.MSG_WAITALL)
+            nonce = bytes(16)
+            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            accepted.sendall(nonce + hmac.digest(KEY, b"accepts" + hello + nonce, "sha256"))
+            accepted.close()
+    assert not hosts[0].reached
 
 
 def test_whoever_is_late_is_called_until_it_comes(hosts: list[Host]) -> None:
