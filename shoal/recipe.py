@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,15 @@ EXAMPLES = {
     "    return {'accuracy': right.float().mean()}",
 }
 RUNNER = Path(__file__).parent / "train" / "model_file.py"
+
+
+def epochs_of(settings: Mapping[str, Any]) -> int | None:
+    """How often a job with these settings uses each sample, if it trains a model file; a script of one's own does not
+    say."""
+    if settings.get("script") != str(RUNNER) or not settings.get("args"):
+        return None
+    used = json.loads(settings["args"][0])
+    return int(used["epochs"]) if used["action"] == "train" else None
 
 
 @dataclass(frozen=True)

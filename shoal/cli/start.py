@@ -165,5 +165,5 @@ def resume(
         if newest is None:
             screen.tell("there is no checkpoint to go on from: the job begins anew")
         else:
-            screen.tell(f"going on from {newest.path.name}: step {newest.step:,}, epoch {newest.manifest['epoch']}")
+            screen.tell(f"going on from {newest.path.name}: step {newest.step:,}, epoch {newest.manifest['epoch'] + 1}")
         return run_job(run_dir, settings, screen, resumed(run_dir, newest), newest)

@@ -101,11 +101,18 @@ def declare(directory: Path, pass_: Pass) -> None:
 def _differ(index: int, ours: dict[str, Any], theirs: dict[str, Any]) -> WorkersDiffer:
     names = [name for name in ours if ours[name] != theirs.get(name)]
     pairs = ", ".join(f"{name} is {ours[name]} here and {theirs.get(name)} at the first worker" for name in names)
-    return WorkersDiffer(f"pass {index}: {pairs}; give every worker the same data and the same arguments of batches()")
+    return WorkersDiffer(
+        f"pass {index}: {pairs}; give every worker, also of a job that goes on, the same data and arguments of "
+        "batches()"
+    )
 
 
 def roll_back(directory: Path, generation: int, seq: int) -> None:
-    """The job goes on from commit `seq`: whatever generations up to this one did after it is taken back."""
+    """The job goes on from commit `seq`: whatever generations up to this one did after it is taken back. From 0 it
+    begins anew, and may declare other passes."""
+    if not seq:
+        for path in directory.glob("pass-*.json"):
+            path.unlink()
     with open(directory / _ROLLBACKS, "a") as file:
         file.write(json.dumps({"generation": generation, "seq": seq}) + "\n")
         file.flush()

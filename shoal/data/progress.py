@@ -14,7 +14,8 @@ from shoal.data.leases import extent_of
 @dataclass(frozen=True)
 class Progress:
     """Samples of the newest pass, and of the epoch in it. A script that goes over its data in many passes does not say
-    how many are to come: the total is this pass's."""
+    how many are to come: the total is this pass's. Where it is known how many epochs all of them have, they count as
+    one."""
 
     pass_index: int
     epoch: int  # from 0
@@ -33,9 +34,11 @@ class Progress:
         return (self.total - self.done) / rate if rate > 0 else None
 
 
-def measure(passes: Sequence[Mapping[str, Any]], epoch: int, samples: int) -> Progress | None:
-    """`passes` as they were declared, in order; `epoch` and `samples` of the newest commit. None without a pass, and
-    with streams, which do not say how much is to come.
+def measure(
+    passes: Sequence[Mapping[str, Any]], epoch: int, samples: int, all_epochs: int | None = None
+) -> Progress | None:
+    """`passes` as they were declared, in order; `epoch` and `samples` of the newest commit; `all_epochs` of all passes
+    together, if that is known. None without a pass, and with streams, which do not say how much is to come.
 
     `samples` counts from the job's beginning, and passes before may have been left by `break` or dropped ragged ends:
     the epoch bounds what can be wrong with the difference.
@@ -50,6 +53,11 @@ def measure(passes: Sequence[Mapping[str, Any]], epoch: int, samples: int) -> Pr
     if newest.get("leased"):  # no commit says in which epoch the job is
         epoch = max(epoch, min((samples - earlier) // epoch_samples, newest["epochs"] - 1))
     epoch_done = min(max(samples - earlier - epoch * epoch_samples, 0), epoch_samples)
+    if all_epochs is not None:
+        epoch_before = sum(int(pass_["epochs"]) for pass_ in before)
+        done = earlier + epoch * epoch_samples + epoch_done
+        total = max(all_epochs * epoch_samples, done)
+        return Progress(0, epoch_before + epoch, all_epochs, epoch_done, epoch_samples, done, total)
     return Progress(
         pass_index=newest["index"],
         epoch=epoch,
@@ -77,8 +85,8 @@ def leased(directory: Path) -> bool:
 class Passes:
     """What workers have declared in the audit's directory so far. Each file is read once, however often one looks."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, all_epochs: int | None = None) -> None:
+        self._directory, self._all_epochs = directory, all_epochs
         self._known: dict[Path, dict[str, Any]] = {}
 
     def progress(self, status: Mapping[str, Any]) -> Progress | None:
@@ -89,6 +97,6 @@ class Passes:
         passes = sorted(self._known.values(), key=lambda pass_: int(pass_["index"]))
         evaluation = [pass_ for pass_ in passes if pass_["index"] == status.get("evaluating")]
         if not evaluation:
-            return measure(passes, status["epoch"], status["samples"])
+            return measure(passes, status["epoch"], status["samples"], self._all_epochs)
         done, total = status["evaluated"], evaluation[0]["num_samples"]
         return None if total is None else Progress(evaluation[0]["index"], 0, 1, done, total, done, total)

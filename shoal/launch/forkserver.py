@@ -274,8 +274,15 @@ def _failure(error: BaseException, script: str) -> tuple[dict[str, str], int]:
         return {"error": type(error).__name__, "message": str(error)}, errors.exit_code(error)
     frames = _from_script(error.__traceback__, script)
     text = "".join(traceback.format_exception(type(error), error, frames))
-    lines = [number for frame, number in traceback.walk_tb(frames) if frame.f_code.co_filename == script]
-    where = f"{os.path.basename(script)}, line {lines[-1]}" if lines else os.path.basename(script)
+    import torch
+
+    # Of a model file's job the script is shoal's own: what is wrong is in the file that it calls.
+    ours = os.path.dirname(os.path.dirname(__file__)) + os.sep
+    places = [(frame.f_code.co_filename, number) for frame, number in traceback.walk_tb(frames)]
+    foreign = (ours, os.path.dirname(os.path.dirname(torch.__file__)) + os.sep)
+    theirs = [place for place in places if not place[0].startswith(foreign)] if script.startswith(ours) else []
+    file, number = (theirs or [place for place in places if place[0] == script] or [(script, 0)])[-1]
+    where = f"{os.path.basename(file)}, line {number}" if number else os.path.basename(file)
     message = f"{where}: {_one_line(error)}"
     return {"error": "ScriptFailed", "message": message, "traceback": text[-_TRACEBACK_CHARACTERS:]}, 1
 

@@ -13,6 +13,7 @@ from shoal.control.rundir import RunDir
 from shoal.data.progress import Passes
 from shoal.launch.screen import Screen, transition_line
 from shoal.launch.tail import Tail, bound
+from shoal.recipe import epochs_of
 
 _POLL_S = 0.1  # between two looks for output while some comes
 _IDLE_POLL_S = 0.5  # while none does: each look wakes a process that would sleep
@@ -50,7 +51,7 @@ class Output:
     async def show_progress(self) -> None:
         """Until it is cancelled."""
         every_s = _LIVE_PROGRESS_S if self._screen.live else _PLAIN_PROGRESS_S
-        passes = Passes(self._run_dir.audit)
+        passes = Passes(self._run_dir.audit, epochs_of(self._run_dir.settings()))
         newest = 0
         with commands.Commands(self._run_dir) as coordinator:
             while True:

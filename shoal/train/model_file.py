@@ -39,6 +39,7 @@ def load(path: Path, action: str) -> ModuleType:
 def main(worker: Worker) -> None:
     recipe = Recipe(**json.loads(sys.argv[1]))
     user = load(Path(recipe.file), recipe.action)
+    torch.manual_seed(recipe.seed)
     net = user.model()
     if recipe.action == "train":
         train(worker, recipe, user, net)

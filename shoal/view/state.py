@@ -15,6 +15,7 @@ from shoal.control.timeouts import Timeouts
 from shoal.data.progress import Passes, Progress, leased
 from shoal.launch.screen import epoch_of
 from shoal.metrics import read_events
+from shoal.recipe import epochs_of
 from shoal.wording import clock, counted, rate
 
 OVER = frozenset({"finished", "ended", "failed", "not running"})  # phases of a job that does nothing any more
@@ -36,7 +37,7 @@ def live(run_dir: RunDir, timeout_s: float = Timeouts().command_s) -> dict[str, 
 def state_of(run_dir: RunDir) -> dict[str, Any]:
     """What the coordinator says, or what is left of a job that is over; `progress` is None before a first pass."""
     state = live(run_dir) or _left(run_dir)
-    progress = Passes(run_dir.audit).progress(state)
+    progress = Passes(run_dir.audit, epochs_of(run_dir.settings())).progress(state)
     return {**state, "progress": None if progress is None else asdict(progress)}
 
 

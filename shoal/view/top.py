@@ -20,6 +20,7 @@ from shoal.control.rundir import RunDir
 from shoal.data.progress import Passes, Progress
 from shoal.launch.screen import bar, epoch_of, progress_line
 from shoal.launch.tail import Tail
+from shoal.recipe import epochs_of
 from shoal.view import state, terminal
 from shoal.view.events import event_line
 from shoal.wording import clock, counted, rate
@@ -359,7 +360,7 @@ class Watcher:
         self._run_dir = run_dir
         self._name = state.name_of(run_dir)
         self._created_s = float(run_dir.settings()["created"])
-        self._passes = Passes(run_dir.audit)
+        self._passes = Passes(run_dir.audit, epochs_of(run_dir.settings()))
         self._tail = Tail(run_dir.events)
         self._events: deque[dict[str, Any]] = deque(maxlen=_KEPT_EVENTS)
         self._sizes: list[tuple[float, int]] = []

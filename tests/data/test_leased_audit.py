@@ -119,6 +119,7 @@ def test_a_job_that_begins_anew_takes_back_what_the_one_before_had_used(tmp_path
     lent = leased_audit.lent(tmp_path, [], 0, begun=-1, losses=1)
     assert lent.used() == (0, 0)
     assert not lent.passes, "a pass that nobody has come to again"
+    declare(tmp_path, PASS)
     assert [one.extent.pass_index for one in leased_audit.lent(tmp_path, [], 0, begun=0, losses=1).passes] == [0]
 
 

@@ -50,6 +50,11 @@ def test_samples_that_every_epoch_drops_are_not_waited_for():
     assert (found.done, found.total, found.fraction) == (270, 270, 1.0)
 
 
+def test_passes_whose_epochs_are_known_in_all_count_as_one():
+    passes = [a_pass(epochs=1), a_pass(index=1, epochs=1, train=False), a_pass(index=2, epochs=1)]
+    assert measure(passes, 0, 120, all_epochs=6) == Progress(0, 1, 6, 20, 100, 120, 600)
+
+
 def test_what_is_left_takes_as_long_as_its_rate_says():
     progress = Progress(0, 0, 1, 25, 100, 25, 100)
     assert progress.left_s(15.0) == 5.0

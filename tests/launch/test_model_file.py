@@ -33,6 +33,7 @@ def test_a_model_file_is_trained_scored_and_used(tmp_path: Path) -> None:
     kept = RunDir(tmp_path / "a").settings()
     assert (kept["target"], kept["checkpoint_every"]) == (2, "off")
     assert json.loads(kept["args"][0])["epochs"] == 3
+    assert "epoch 3 of 3" in shoal("status", tmp_path / "a").stdout
     scored = shoal("evaluate", DIGITS, "--from", tmp_path / "a", "-n", 2, "--dir", tmp_path / "b", "--json")
     assert scored.returncode == 0, scored.stderr
     used = shoal(
@@ -42,6 +43,17 @@ def test_a_model_file_is_trained_scored_and_used(tmp_path: Path) -> None:
     right = (np.load(tmp_path / "p.npy").argmax(1) == load_digits().target[:360]).mean()
     assert json.loads(scored.stdout)["accuracy"] == pytest.approx(right, abs=1e-6)
     assert right > 0.5
+
+
+def test_a_mistake_in_a_model_file_is_found_there(tmp_path: Path) -> None:
+    faulty = tmp_path / "faulty.py"
+    faulty.write_text(
+        DIGITS.read_text() + "\n\ndef metrics(outputs, targets):\n    return {'accuracy': outputs.nothing}\n"
+    )
+    line = faulty.read_text().count("\n")
+    failed = shoal("train", faulty, "-n", 1, "--dir", tmp_path / "a")
+    assert failed.returncode == 2
+    assert f"ScriptFailed: faulty.py, line {line}: AttributeError" in failed.stderr
 
 
 def test_the_command_line_goes_before_the_file_and_weights_are_looked_for_first(tmp_path: Path) -> None:
