@@ -98,8 +98,7 @@ def test_an_unknown_body_is_answered_with_the_bodies_there_are() -> None:
         body("horovod")
 
 
-@pytest.mark.parametrize("name", ["independent", "lockstep", "ddp"])
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize(("name", "optimizer"), [("independent", "sgd"), ("lockstep", "sgd"), ("ddp", "adamw")])
 def test_the_training_baselines_run_in_groups_of_two(name: str, optimizer: str) -> None:
     group = ProcessGroup(name, Training("tiny", 8, optimizer), keep_freed_memory=True, share_cores=True)
     try:

@@ -18,10 +18,10 @@ BOUNDS = {
     "crash": (replace(TWO, crashes=1), 26_000),
     "leave": (replace(TWO, leaves=1), 8_500),
     "a host out of reach": (replace(TWO, drops=1), 14_000),
-    "a host out of reach, and a crash": (replace(TWO, drops=1, crashes=1), 100_000),
 }
 
 DEEP = {
+    "a host out of reach, and a crash": (replace(TWO, drops=1, crashes=1), 100_000),
     "two workers and one, crash": (replace(THREE, crashes=1), 450_000),
     "two workers and one, leave": (replace(THREE, leaves=1), 270_000),
     "two workers and one, a host out of reach": (replace(THREE, drops=1), 360_000),

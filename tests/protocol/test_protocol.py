@@ -24,19 +24,19 @@ BOUNDS = {
     "nobody comes or goes": (Scenario(commits=3), 700),
     "crash": (Scenario(crashes=1), 15_000),
     "crash, every read a step": (Scenario(commits=1, crashes=1, each_read=True), 20_000),
-    "crash and crash": (Scenario(crashes=2), 120_000),
     "leave": (Scenario(leaves=1), 10_000),
     "leave, every read a step": (Scenario(commits=1, leaves=1, each_read=True), 30_000),
     "join": (Scenario(members=2, joins=1), 2_000),
     "join, every read a step": (Scenario(commits=1, members=2, joins=1, each_read=True), 5_000),
     "leave and join in its slot": (Scenario(leaves=1, joins=1), 40_000),
-    "leave and crash": (Scenario(commits=1, leaves=1, crashes=1), 150_000),
     "join and crash": (Scenario(members=2, joins=1, crashes=1), 70_000),
-    "join in the slot of a crash": (Scenario(commits=1, joins=1, crashes=1), 105_000),
     "pause until a join": (Scenario(members=2, min_members=2, joins=1, crashes=1), 65_000),
 }
 
 DEEP = {
+    "crash and crash": (Scenario(crashes=2), 120_000),
+    "leave and crash": (Scenario(commits=1, leaves=1, crashes=1), 150_000),
+    "join in the slot of a crash": (Scenario(commits=1, joins=1, crashes=1), 105_000),
     "crash and crash, three commits": (Scenario(commits=3, crashes=2), 195_000),
     "crash and crash, every read a step": (Scenario(crashes=2, each_read=True), 200_000),
     "leave and leave": (Scenario(leaves=2), 140_000),
