@@ -7,8 +7,9 @@ from pathlib import Path
 
 from shoal.bench.bodies import Setup
 from shoal.control.generation import Generation, Member
-from shoal.sync.group import Group, Notice
+from shoal.sync.group import Group
 from shoal.sync.memory import create
+from shoal.sync.notice import Notice
 from shoal.sync.words import Words
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 MAX_SLOTS = 256
 
@@ -12,6 +12,7 @@ class Member:
     worker_id: str
     slot: int
     host: str
+    address: str = ""  # at which workers of other hosts reach it; empty where the job has one host
 
 
 @dataclass(frozen=True)
@@ -24,12 +25,17 @@ class Generation:
     fault: bool = False
     paused: bool = False
     finishing: bool = False  # some worker's script has come to its end, or the job was stopped
+    key: bytes = field(default=b"", repr=False, compare=False)  # by which workers of different hosts know each other
 
     def rank(self, worker_id: str) -> int | None:
         return next((rank for rank, member in enumerate(self.members) if member.worker_id == worker_id), None)
 
     def leaves(self, worker_id: str) -> bool:
         return any(member.worker_id == worker_id for member in self.leavers)
+
+    @property
+    def hosts(self) -> int:
+        return len({member.host for member in (*self.members, *self.leavers)})
 
     def lists(self, worker_id: str) -> bool:
         return self.rank(worker_id) is not None or self.leaves(worker_id)

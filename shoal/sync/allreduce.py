@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
+from typing import Literal
 
 import torch
 from torch import nn
@@ -14,12 +15,16 @@ from shoal.metrics import fault_point
 from shoal.seconds import EXCHANGE
 from shoal.sync import words as w
 from shoal.sync.arena import Arena, shaped
+from shoal.sync.exchange import Exchange
 from shoal.sync.group import Group
+from shoal.sync.hosts import BUFFERS, STATE
 from shoal.sync.layout import plan
 from shoal.sync.linear import Target, redirect
 from shoal.sync.memory import HostMemory, OwnMemory
+from shoal.sync.ranges import owned
 from shoal.sync.replica import Replica, raw_bytes
 from shoal.sync.slices import Slice
+from shoal.sync.sums import bytes_of
 from shoal.sync.sync import State, Sync, Verdict
 from shoal.sync.words import Words
 
@@ -29,10 +34,21 @@ from shoal.sync.words import Words
 LARGE = 64 * 1024
 # One small parameter in so many looks, during the backward pass, whether its result is still wanted.
 _LOOK_EVERY = 16
+_WIRE: dict[str, torch.dtype | None] = {"full": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class AllReduce(Sync):
-    """Each worker writes its gradients into its lane; worker k of n reduces slice k over all lanes and steps it."""
+    """Each worker writes its gradients into its lane; worker k of n on a host reduces slice k over all lanes there,
+    exchanges it with the other hosts, and steps it.
+
+    wire: "bf16" or "fp16" sends gradients between hosts in half the bytes; what that rounds off is added to what is
+    sent next. On one host nothing is sent.
+    """
+
+    def __init__(self, *, wire: Literal["full", "bf16", "fp16"] = "full") -> None:
+        if wire not in _WIRE:
+            raise errors.SettingsContradict(f"AllReduce(wire={wire!r}): wire is 'full', 'bf16' or 'fp16'")
+        self._wire = wire
 
     def bind(self, replica: Replica, memory: HostMemory, words: Words, slot: int) -> None:
         self._replica = replica
@@ -51,6 +67,7 @@ class AllReduce(Sync):
         self._versions: list[int] = []
         self._frozen_shown: int | None = None
         self._group: Group | None = None
+        self._exchange: Exchange | None = None
         self._carried = False  # the commit under way leaves parameters and state as they are
         self._alike = False  # the newest commit did, so that both buffers hold the same
         self._open = False
@@ -119,28 +136,56 @@ class AllReduce(Sync):
 
     @property
     def model(self) -> str:
-        return str(self._arena.layout)
+        return str(self._arena.layout) + ("" if self._wire == "full" else f", {self._wire} between hosts")
+
+    def transfer(self, group: Group) -> None:
+        assert group.far is not None
+        for slot in group.gives:
+            group.far.post_checked(slot, group.seq, STATE, self._arena.image(group.seq & 1))
+        if group.takes is not None:
+            group.far.take_checked(group.takes, group.seq, STATE, self._arena.image(group.seq & 1))
+            self._words.layout = self._arena.layout.digest
 
     def enter(self, group: Group) -> None:
-        self._group = group
+        if group is not self._group:
+            self._group = group
+            layout, near = self._arena.layout, group.near
+            lanes = [self._arena.lane(slot) for slot in near]
+            self._exchange = None if group.far is None else Exchange(layout, group, _WIRE[self._wire])
+            place = near.index(group.slot)
+            ranges = self._exchange.ranges if self._exchange else owned(layout, place, place + 1, len(near))
+            self._slice = Slice(self._arena, self._replica.optimizer, lanes, ranges, self._exchange)
         self._alike = self._carried = False
-        lanes = [self._arena.lane(slot) for slot in group.slots]
-        self._slice = Slice(self._arena, self._replica.optimizer, lanes, group.rank, group.size)
         if group.seq:
             self._show(group.seq)
             self._load_buffers(group.seq)
 
     def found(self, group: Group) -> None:
-        if group.rank != 0:
-            return
         seq = group.seq + 1
+        if group.rank == 0:
+            self._found(seq)
+        self._share(group, seq, 0)
+        if group.leads:
+            self._words.layout = self._arena.layout.digest
+
+    def _share(self, group: Group, seq: int, rank: int) -> None:
+        """Bring the state of commit `seq`, which that rank's host has, to the other hosts."""
+        if group.far is None:
+            return
+        source, image = group.slots[rank], self._arena.image(seq & 1)
+        if group.rank == rank:
+            for leader in group.far.leaders:
+                group.far.post_checked(leader, seq, STATE, image)
+        elif group.leads and source in group.far.slots:
+            group.far.take_checked(source, seq, STATE, image)
+
+    def _found(self, seq: int) -> None:
         parity = seq & 1
         for view, parameter in zip(self._arena.views(parity, writable=True), self._parameters, strict=True):
             view.copy_(parameter.detach())
         self._store_frozen(seq, 0)
         self._found_state(parity)
         self._store_buffers(seq)
-        self._words.layout = self._arena.layout.digest
 
     def begin(self) -> None:
         self._lane.present[:] = 0
@@ -176,6 +221,10 @@ class AllReduce(Sync):
         for target in self._targets:
             target.open = open_
 
+    def offer(self, group: Group) -> None:
+        if self._exchange is not None:
+            self._exchange.tell(self._lane.present)
+
     def prepare(self, group: Group, verdict: Verdict) -> float | None:
         seq = group.seq + 1
         norm = None
@@ -186,18 +235,34 @@ class AllReduce(Sync):
             self._load_buffers(group.seq)  # those of the forward that went wrong are not kept either
         else:
             self._slice.plan(seq)
-            scale = None
+            scale = None if self._exchange is None else 1.0
+            if self._exchange is not None or verdict.clip_norm is not None:
+                self._slice.reduce(seq)
             if verdict.clip_norm is not None:
-                group.words.set_value(group.slot, w.NORM, self._slice.reduce())
+                group.words.set_value(group.slot, w.NORM, self._slice.square())
                 group.reduced()
-                norm = sum(group.words.value(slot, w.NORM) for slot in group.slots) ** 0.5
+                # Those of one host, which has all slices: elsewhere they may be cut, and so rounded, in another way.
+                norm = sum(group.words.value(slot, w.NORM) for slot in group.places.members[0]) ** 0.5
                 scale = min(1.0, verdict.clip_norm / (norm + 1e-6))
             with self._replica.rates_times(verdict.learning_rate_factor):
                 self._slice.step(seq, scale)
-        if group.rank == 0:
-            self._store_buffers(seq)
+        self._keep_buffers(group, seq, moved=verdict.apply)
+        if group.leads:
             self._arena.frozen_place[seq & 1][0] = self._arena.frozen_place[group.seq & 1][0]
         return norm
+
+    def _keep_buffers(self, group: Group, seq: int, *, moved: bool) -> None:
+        """Rank 0's, on every host."""
+        if group.rank == 0 or (group.leads and not moved):
+            self._store_buffers(seq)
+        if group.far is None or not moved or not self._arena.buffers:
+            return
+        flat = [bytes_of(places[seq & 1]) for places in self._arena.buffers]
+        if group.rank == 0:
+            for leader in group.far.leaders:
+                group.far.post(leader, seq, BUFFERS, flat)
+        elif group.leads:
+            group.far.take(group.slots[0], seq, BUFFERS, flat)
 
     def open_edit(self) -> None:
         self._frozen_shown = None
@@ -205,13 +270,14 @@ class AllReduce(Sync):
             parameter.data = parameter.detach().clone()
 
     def edit(self, group: Group, editor: int) -> None:
-        if group.rank != editor:
-            return
         seq = group.seq + 1
-        whole = Slice(self._arena, self._replica.optimizer, [self._lane], 0, 1)
-        whole.overwrite(seq, [parameter.detach() for parameter in self._parameters])
-        self._store_frozen(seq, 1 - int(self._arena.frozen_place[group.seq & 1][0]))
-        self._store_buffers(seq)
+        if group.rank == editor:
+            ranges = owned(self._arena.layout, 0, 1, 1)
+            whole = Slice(self._arena, self._replica.optimizer, [self._lane], ranges)
+            whole.overwrite(seq, [parameter.detach() for parameter in self._parameters])
+            self._store_frozen(seq, 1 - int(self._arena.frozen_place[group.seq & 1][0]))
+            self._store_buffers(seq)
+        self._share(group, seq, editor)
 
     def settle(self, group: Group) -> None:
         self._alike = self._carried

@@ -29,6 +29,7 @@ class Arena:
         for name, region_bytes in _regions(layout):
             self._regions[name] = size_bytes
             size_bytes += pages(region_bytes)
+        self._half = size_bytes // 2  # the regions of the two parities are alike
         fd = memory.open("model", size_bytes)
         self._writable = map_bytes(fd, size_bytes, writable=True)
         self._readable = map_bytes(fd, size_bytes, writable=False)
@@ -86,6 +87,18 @@ class Arena:
         }
         pairs = zip(self.layout.frozen_dtypes, self.layout.frozen, strict=True)
         return [shaped(flat[dtype], tensor) for dtype, tensor in pairs]
+
+    def image(self, parity: int) -> list[memoryview]:
+        """All bytes of the state that lies there: what another host needs to have the same. Parameters outside the
+        optimizer lie in one of two places, so both are in it."""
+        frozen = ("frozen", str(next(iter(_frozen_sizes(self.layout)), "")))
+        first, second = (self._regions.get((*frozen, str(k))) for k in (0, 1))
+        start, end = (0, self._half) if parity == 0 else (self._half, len(self._writable))
+        whole = memoryview(self._writable)
+        image = [whole[start:end]]
+        if first is not None and second is not None:
+            image.append(whole[second:] if parity == 0 else whole[first : self._half])
+        return image
 
     def lane(self, slot: int) -> Lane:
         """The lane of a slot; its memory is taken when it is first used."""

@@ -1,57 +1,122 @@
 """The group: the workers of one generation that reduce together, and the commit protocol between them.
 
 `docs/design.md` tells the protocol, `tests/protocol/` checks it exhaustively. Every wait here ends: when the awaited
-word comes, or with `Changed` when the generation is over.
+word comes, or with `Changed` when the generation is over. Words of workers on other hosts are mirrored into this host's
+(`sync/hosts.py`), so that a wait for them is like any other.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from shoal import errors
 from shoal.control.generation import Generation, Member
 from shoal.errors import Changed
 from shoal.metrics import fault_point
 from shoal.seconds import EXCHANGE, WAIT, Seconds
 from shoal.sync import words as w
+from shoal.sync.hosts import Far, Places, Relay
+from shoal.sync.notice import NET_S, Notice
 from shoal.sync.words import Words, fence, seq_of, tag
 
 # Below a scheduler's wake-up, so that a neighbor that is nearly there costs no system call.
 SPIN_S = 50e-6
-# No wake-up is known to get lost; if one ever does, it costs this much and not the job.
-NET_S = 0.2
 
 
-class Notice:
-    """What this worker knows of generations. The client's thread writes it, the training thread reads it."""
+class Standing:
+    """One worker's place in one generation, as a member or as a leaver."""
 
-    def __init__(self, words: Words) -> None:
-        self._words = words
-        self.newest = 0  # number of the newest generation
-        self.fault = 0  # number of the newest generation that followed a death
-        self.awaited: int | None = None  # slot the training thread waits for
-        self.awaited_id = ""  # and who has it, in the generation that the wait belongs to
-        self.awaited_since_s = 0.0
-        self.ends_at = 0  # the wait ends when `fault` (or, while entering, `newest`) is above this
-        self.entering = False
+    def __init__(
+        self,
+        words: Words,
+        notice: Notice,
+        generation: Generation,
+        worker_id: str,
+        *,
+        spin: bool = False,
+        relay: Relay | None = None,
+    ) -> None:
+        """`relay`: the way to other hosts, where the job may have some."""
+        self.words = words
+        self.generation = generation
+        self.places = Places(generation)
+        everybody = (*generation.members, *generation.leavers)
+        self._mine = next(member for member in everybody if member.worker_id == worker_id)
+        self.slot = self._mine.slot
+        self.far: Far | None = None
+        if len(self.places.hosts) > 1:
+            if relay is None:
+                raise errors.SettingsContradict(
+                    f"{worker_id} has no address for workers of other hosts ({', '.join(self.places.hosts)}): start "
+                    "the job with -H, or with --address"
+                )
+            self.far = Far(relay, words, notice, self.places, self._mine)
+        self._relay, self._notice = relay, notice
+        self._ids = {member.slot: member.worker_id for member in everybody}
+        self._spin_s = SPIN_S if spin else 0.0
 
-    def tell(self, generation: Generation) -> None:
-        """Called on the client's thread: remember the generation and end the waits that it ends."""
-        if generation.fault:
-            self.fault = max(self.fault, generation.number)
-        self.newest = max(self.newest, generation.number)
-        # The training thread may be between its last look and its sleep: stir until it has noticed.
-        deadline_s = time.monotonic() + 1.0
-        while self.over() and (slot := self.awaited) is not None and time.monotonic() < deadline_s:
-            self._words.stir(slot)
-            time.sleep(0.001)
+    def park(self, *, incumbent: bool) -> None:
+        """Leave the older generations, and wait until everybody of this host has: from then on its COMMIT stays as it
+        is, and can be told to the other hosts. `incumbent`: this worker has had a state before."""
+        words, number = self.words, self.generation.number
+        if self._relay is not None:
+            self._relay.enter(self.slot, self.generation)
+        acknowledge(words, self.slot, number)
+        fault_point("park")
+        self._wait_parked(self.places.on(self._mine.host))
+        if self.far is not None:
+            words.put(self.slot, w.TOLD, words.commit)
+            words.put(self.slot, w.INCUMBENT, int(incumbent))
+            if self.places.leaders.get(self._mine.host) == self.slot:
+                self.far.listen()
+            self.far.connect()
+            self.far.tell()
 
-    def over(self) -> bool:
-        return (self.newest if self.entering else self.fault) > self.ends_at
+    def wait_all_parked(self) -> None:
+        """Until everybody elsewhere has parked too."""
+        if self.far is not None:
+            self._wait_parked(self.far.workers)
+
+    def _wait_parked(self, members: Sequence[Member]) -> None:
+        for member in members:
+            if member.slot != self.slot:
+                self._wait_word(member.slot, w.ACK, self.generation.number, at_least=True)
+        fence()
+
+    def _wait_word(self, slot: int, word: int, value: int, *, at_least: bool = False) -> None:
+        """Until the slot's word is `value` (or above it). Changed when that can no longer be."""
+        words, number = self.words, self.generation.number
+        # A far worker's words come through whoever leads this host, as long as that one is here.
+        is_far = self.far is not None and slot in self.far.slots
+        through = self.places.leaders.get(self._mine.host, slot) if is_far else slot
+
+        def come() -> bool:
+            seen = words.get(slot, word)
+            if seen == value or (at_least and seen > value):
+                return True
+            if not at_least and max(words.get(slot, w.ACK), words.get(through, w.ACK)) > number:
+                raise Changed
+            return False
+
+        self._wait(slot, come)
+
+    def _wait(self, slot: int, come: Callable[[], bool]) -> None:
+        words, notice = self.words, self._notice
+        with notice.waits(self.generation.number, slot, self._ids[slot]):
+            while True:
+                bell = words.bell(slot)
+                fence()
+                if come():
+                    return
+                if notice.over():
+                    raise Changed
+                if time.monotonic() - notice.awaited_since_s >= self._spin_s:
+                    words.sleep(slot, bell, NET_S)
 
 
-class Group:
-    """One worker's place in one generation."""
+class Group(Standing):
+    """A member's place in one generation."""
 
     def __init__(
         self,
@@ -62,38 +127,77 @@ class Group:
         *,
         spin: bool,
         seconds: Seconds | None = None,
+        relay: Relay | None = None,
     ) -> None:
-        self.words = words
+        super().__init__(words, notice, generation, worker_id, spin=spin, relay=relay)
         self.seconds = seconds or Seconds()
-        self.generation = generation
         self.members: Sequence[Member] = generation.members
         self.size = len(generation.members)
-        self.rank = next(rank for rank, member in enumerate(generation.members) if member.worker_id == worker_id)
+        self.rank = self.members.index(self._mine)
         self.slots = [member.slot for member in generation.members]
-        self.slot = self.slots[self.rank]
+        self.near = [member.slot for member in generation.members if member.host == self._mine.host]
+        self.leads = self.near[0] == self.slot  # does what is done once a host
         self._others = [slot for slot in self.slots if slot != self.slot]
-        self._ids = {member.slot: member.worker_id for member in (*generation.members, *generation.leavers)}
-        self._notice = notice
-        self._spin_s = SPIN_S if spin else 0.0
         self.seq = 0  # of the newest commit, known once entered
+        self.behind = False  # this host does not have that commit's state yet
+        self.gives: tuple[int, ...] = ()  # slots of workers to whom this one gives that state
+        self.takes: int | None = None  # the slot from which this one, which leads its host, takes it
 
-    def enter(self) -> None:
-        """Park until every member and leaver has left the older generations; then `seq` is what is committed.
-        Changed when there is a newer generation by then."""
-        number = self.generation.number
-        acknowledge(self.words, self.slot, number)
-        fault_point("park")
+    def enter(self, *, incumbent: bool = True) -> None:
+        """Park until every member and leaver has left the older generations; then `seq` is what is committed. Changed
+        when there is a newer generation by then."""
         self._notice.entering = True
         try:
-            for member in (*self.generation.members, *self.generation.leavers):
-                if member.slot != self.slot:
-                    self._wait(member.slot, w.ACK, number, at_least=True)
+            self.park(incumbent=incumbent)
+            self.wait_all_parked()
         finally:
             self._notice.entering = False
-        if self._notice.newest > number:
+        if self._notice.newest > self.generation.number:
             raise Changed
-        fence()
-        self.seq = seq_of(self.words.commit)
+        if self.far is None:
+            self.seq = seq_of(self.words.commit)
+        else:
+            self._agree()
+
+    def _agree(self) -> None:
+        """Find out where all hosts begin, and who has not got that far."""
+        words, places = self.words, self.places
+        told = {
+            host: [(words.get(it.slot, w.INCUMBENT), words.get(it.slot, w.TOLD)) for it in places.on(host)]
+            for host in places.hosts
+        }
+        anybody = any(incumbent for one in told.values() for incumbent, _ in one)
+        begins = max(commit for one in told.values() for incumbent, commit in one if incumbent or not anybody)
+        self.seq, self._begins = seq_of(begins), begins
+        if not begins:
+            return
+        # A host whose workers are all new takes the state, whatever its memory holds: it may be of a life of its own,
+        # after it was given up. Where nobody has had a state, what lies in memory is the only one.
+        has = {host: any(it[0] if anybody else it[1] == begins for it in one) for host, one in told.items()}
+        givers = [places.leaders[host] for host in places.leaders if has[host]]
+        takers = [places.leaders[host] for host in places.leaders if not has[host]]
+        if takers and not givers:
+            raise errors.ShoalError(
+                f"generation {self.generation.number} has no worker with the state of commit {self.seq}: all that had "
+                "it leave; resume from a checkpoint"
+            )
+        self.behind = not has[self._mine.host]
+        self.gives = tuple(it for at, it in enumerate(takers) if givers[at % len(givers)] == self.slot)
+        self.takes = givers[takers.index(self.slot) % len(givers)] if self.slot in takers else None
+        if not self.behind and words.commit != begins:
+            # Somebody elsewhere saw every done word, and nobody here did: what this host wrote before its own is whole.
+            assert seq_of(words.commit) + 1 == self.seq, (words.commit, begins)
+            words.commit = begins
+
+    def adopt(self) -> None:
+        """The state of a host that was behind is there: whoever leads it says so, the others wait for that."""
+        leader = self.near[0]
+        if self.leads:
+            self.words.commit = self._begins
+            self.words.ring(self.slot)
+        else:
+            self._wait(leader, lambda: self.words.commit == self._begins)
+        self.behind = False
 
     @property
     def changed(self) -> bool:
@@ -126,35 +230,18 @@ class Group:
         words, step = self.words, tag(self.generation.number, self.seq + 1)
         words.put(self.slot, word, step)
         words.ring(self.slot)
+        if self.far is not None:
+            self.far.tell()
         if point is not None:
             fault_point(point)
         for slot in self._others:
             if words.get(slot, word) != step:
                 self.seconds.switch(WAIT)
                 try:
-                    self._wait(slot, word, step)
+                    self._wait_word(slot, word, step)
                 finally:
                     self.seconds.switch(EXCHANGE)
         fence()
-
-    def _wait(self, slot: int, word: int, value: int, *, at_least: bool = False) -> None:
-        """Until the slot's word is `value` (or above it). Changed when that can no longer be."""
-        words, notice, number = self.words, self._notice, self.generation.number
-        notice.ends_at, notice.awaited_since_s = number, time.monotonic()
-        notice.awaited_id, notice.awaited = self._ids[slot], slot
-        try:
-            while True:
-                bell = words.bell(slot)
-                fence()
-                seen = words.get(slot, word)
-                if seen == value or (at_least and seen > value):
-                    return
-                if notice.over() or (not at_least and words.get(slot, w.ACK) > number):
-                    raise Changed
-                if time.monotonic() - notice.awaited_since_s >= self._spin_s:
-                    words.sleep(slot, bell, NET_S)
-        finally:
-            notice.awaited = None
 
 
 def acknowledge(words: Words, slot: int, number: int) -> None:

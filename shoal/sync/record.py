@@ -44,7 +44,8 @@ class Record:
 
 
 class Records:
-    """Reads and writes records in the arena. Only rank 0 writes, into the place that is not committed."""
+    """Reads and writes records in the arena. Only whoever leads the host writes, into the place that is not
+    committed."""
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
@@ -63,6 +64,22 @@ class Records:
         at = (seq & 1) * _RECORD_BYTES
         _FORMAT.pack_into(self._memory, at, *fields)
         _TOTALS.pack_into(self._memory, at + _FORMAT.size, len(totals), *totals, *[0.0] * (MAX_METRICS - len(totals)))
+
+    packed_bytes = _RECORD_BYTES + _TEXT_BYTES
+
+    def pack(self, seq: int) -> bytes:
+        """A record and its text, for another host."""
+        record, at = self.read(seq), (seq & 1) * _RECORD_BYTES
+        text = self.text(record.text_place, record.text_bytes)
+        return bytes(self._memory[at : at + _RECORD_BYTES]) + text.ljust(_TEXT_BYTES, b"\0")
+
+    def unpack(self, seq: int, packed: bytes | bytearray) -> None:
+        """Keep what `pack` gave as the record of that commit."""
+        at = (seq & 1) * _RECORD_BYTES
+        self._memory[at : at + _RECORD_BYTES] = packed[:_RECORD_BYTES]
+        record = self.read(seq)
+        text_at = _RECORDS_BYTES + record.text_place * _TEXT_BYTES
+        self._memory[text_at : text_at + record.text_bytes] = packed[_RECORD_BYTES : _RECORD_BYTES + record.text_bytes]
 
     def write_text(self, committed: Record, text: bytes) -> tuple[int, int]:
         """Place a new text beside the committed one; its (place, length) for the next record."""

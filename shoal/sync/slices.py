@@ -7,7 +7,6 @@ scalars, state there or not yet). When all is well that is one run a parameter g
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,67 +18,29 @@ from torch.optim import Optimizer
 from shoal import errors
 from shoal.metrics import fault_point
 from shoal.sync.arena import Arena, Lane
+from shoal.sync.exchange import Exchange
 from shoal.sync.kernels import Chunk, ChunkedStep, kernel_for
-from shoal.sync.layout import Layout, Segment, aligned
+from shoal.sync.layout import Segment
 from shoal.sync.probe import StateSpec, twin_of
-
-
-@dataclass(frozen=True)
-class Range:
-    """Elements `lo` to `hi` of a segment."""
-
-    segment: int
-    lo: int
-    hi: int
-
-
-def owned(layout: Layout, rank: int, size: int) -> list[Range]:
-    """The elements worker `rank` of `size` reduces and steps: equal parts of all elements, cut where the unit
-    allows."""
-    total = layout.elements
-    ranges = []
-    at = 0
-    for index, segment in enumerate(layout.segments):
-        lo = _cut(segment, total * rank // size - at, rank)
-        hi = _cut(segment, total * (rank + 1) // size - at, rank + 1) if rank + 1 < size else segment.numel
-        if segment.unit == "model":
-            lo, hi = (0, segment.numel) if rank == 0 else (0, 0)
-        if lo < hi:
-            ranges.append(Range(index, lo, hi))
-        at += segment.numel
-    return ranges
-
-
-def _cut(segment: Segment, at: int, rank: int) -> int:
-    if rank == 0 or at <= 0:
-        return 0
-    if at >= segment.numel:
-        return segment.numel
-    if segment.unit == "element":
-        return min(aligned(at, segment.dtype), segment.numel)
-    starts = [tensor.offset for tensor in segment.tensors]
-    return starts[int(np.searchsorted(starts, at, side="right")) - 1]
-
-
-class Run:
-    """Elements of a segment that are stepped as one."""
-
-    def __init__(self, range_: Range, tensors: range, lanes: tuple[int, ...], born: bool) -> None:
-        self.segment = range_.segment
-        self.lo, self.hi = range_.lo, range_.hi
-        self.tensors = tensors  # indices among all tensors
-        self.lanes = lanes  # ranks whose lanes have a gradient; none: the elements are only carried over
-        self.born = born
+from shoal.sync.ranges import Range, Run
 
 
 class Slice:
-    """The slice of one worker in one generation."""
+    """The slice of one worker in one generation. `exchange`: with the other hosts, where there are some."""
 
-    def __init__(self, arena: Arena, optimizer: Optimizer, lanes: Sequence[Lane], rank: int, size: int) -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        optimizer: Optimizer,
+        lanes: Sequence[Lane],
+        ranges: list[Range],
+        exchange: Exchange | None = None,
+    ) -> None:
         self._arena = arena
         self._optimizer = optimizer
         self._lanes = lanes
-        self.ranges = owned(arena.layout, rank, size)
+        self.ranges = ranges
+        self._exchange = exchange
         self._key: bytes | None = None
         self._runs: list[Run] = []
         self._steppers: list[ChunkedStep | None] = []
@@ -90,21 +51,39 @@ class Slice:
         """Look at which lanes have gradients, and cut the slice into runs."""
         born = self._arena.born[(seq - 1) & 1]
         present = np.stack([lane.present for lane in self._lanes])
+        if self._exchange is not None:
+            present = np.vstack([present, self._exchange.elsewhere()])
         key = present.tobytes() + born.tobytes()
         if key != self._key:
             self._key = key
             self._runs = self._cut_runs(present, born, self._arena.scalars[(seq - 1) & 1])
             self._steppers = [self._stepper(run) for run in self._runs]
             self._general = [None, None]
+            if self._exchange is not None:
+                self._exchange.plan(self._runs, self._lanes)
 
-    def reduce(self) -> float:
-        """Reduce the slice into private memory; the sum of its squares, for the global norm."""
-        total = 0.0
+    def reduce(self, seq: int) -> None:
+        """Reduce the slice into private memory, over all hosts. Changed, when one of them is not heard any more."""
+        if self._exchange is not None:
+            self._exchange.run(seq)
+            self._gradients = {
+                index: self._exchange.view(run.segment, run.lo, run.hi)
+                for index, run in enumerate(self._runs)
+                if run.stepped
+            }
+            return
         for index, run in enumerate(self._runs):
             if index == len(self._runs) // 2:
                 fault_point("reduce")
             if run.lanes:
-                gradient = self._reduced(index, run)
+                self._reduced(index, run)
+
+    def square(self) -> float:
+        """The sum of the squares of what `reduce` has left, for the global norm."""
+        total = 0.0
+        for index, run in enumerate(self._runs):
+            if run.stepped:
+                gradient = self._gradients[index]
                 wide = gradient.float() if gradient.element_size() < 4 else gradient  # small squares would vanish
                 total += float(torch.linalg.vector_norm(wide)) ** 2
         return total
@@ -120,8 +99,8 @@ class Slice:
         for index, (run, stepper) in enumerate(zip(self._runs, self._steppers, strict=True)):
             tensors = slice(run.tensors.start, run.tensors.stop)
             scalars_new[:, tensors] = scalars_old[:, tensors]
-            self._arena.born[parity][tensors] = 1 if run.lanes or run.born else 0
-            if not run.lanes:
+            self._arena.born[parity][tensors] = 1 if run.stepped or run.born else 0
+            if not run.stepped:
                 self._carry(run, parity)
             elif stepper is not None:
                 group = self._optimizer.param_groups[self._arena.layout.segments[run.segment].group]
@@ -195,15 +174,18 @@ class Slice:
                 lo = max(range_.lo, first.offset)
                 end = segment.tensors[after - segment.first].offset if after < tensors.stop else range_.hi
                 hi = min(range_.hi, end if segment.unit == "element" else last.offset + last.numel)
-                lanes = tuple(int(lane) for lane in np.flatnonzero(present[:, index]))
-                runs.append(Run(Range(range_.segment, lo, hi), range(begin, after), lanes, bool(born[index])))
+                marked = present[:, index]
+                lanes = tuple(int(lane) for lane in np.flatnonzero(marked[: len(self._lanes)]))
+                elsewhere = bool(np.any(marked[len(self._lanes) :]))
+                found = Range(range_.segment, lo, hi)
+                runs.append(Run(found, range(begin, after), lanes, bool(born[index]), elsewhere))
                 begin = after
         return runs
 
     def _stepper(self, run: Run) -> ChunkedStep | None:
         segment = self._arena.layout.segments[run.segment]
         kernel = kernel_for(self._optimizer, self._optimizer.param_groups[segment.group], segment.dtype)
-        if kernel is None or segment.unit != "element" or not run.lanes:
+        if kernel is None or segment.unit != "element" or not run.stepped:
             return None
         if set(kernel.planes) != {key for key, _ in segment.planes}:
             return None  # options changed since the layout was made; the general way says what is wrong

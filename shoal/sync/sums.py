@@ -1,8 +1,8 @@
 """Sums over hosts, chunk by chunk.
 
-Each chunk has an owner among the hosts, which adds the hosts' parts in their order and sends the sum back. So every
-host has the same bits, and sends 2·(h − 1)/h of the bytes whatever its number of workers. On each host a chunk is the
-work of the worker that steps it.
+Each chunk has an owner among the hosts, which adds the hosts' parts and sends the sum back. So every host has the same
+bits, and sends 2·(h − 1)/h of the bytes whatever its number of workers. On each host a chunk is the work of the worker
+that steps it.
 """
 
 from __future__ import annotations
@@ -10,142 +10,172 @@ from __future__ import annotations
 import queue
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 
-from shoal.errors import Changed
-from shoal.sync.wire import Wire
-
-_PART, _SUM = 0, 1  # kinds of frames: to the owner, and back
+from shoal.sync.hosts import PART, SUM, Far, frame_tag
 
 
 @dataclass(frozen=True)
 class Table:
-    """Who has which chunk to do. `hosts`: the slots of each host's workers."""
+    """Who has which chunk to do. `hosts`: the slots of each host's workers. The model is cut into `parts`, of which
+    each worker of a host has a range; `chunks`: the part that each chunk is of, in order."""
 
     hosts: tuple[tuple[int, ...], ...]
-    chunks: int
+    parts: int
+    chunks: tuple[int, ...]
 
     def owner(self, chunk: int) -> int:
         """The host that adds it."""
-        return chunk % len(self.hosts)
+        return self.chunks[chunk] % len(self.hosts)
 
     def slot(self, chunk: int, host: int) -> int:
         """Of the worker there whose work it is."""
         slots = self.hosts[host]
-        return slots[chunk * len(slots) // self.chunks]
+        return slots[self.chunks[chunk] * len(slots) // self.parts]
 
-    def chunks_of(self, slot: int) -> range:
-        """The chunks of a worker: a range of them, so that it steps one slice."""
-        slots = next(slots for slots in self.hosts if slot in slots)
+    def parts_of(self, slot: int) -> range:
+        """The parts of a worker: a range of them, so that it steps one slice."""
+        slots = self.hosts[self.host_of(slot)]
         place, n = slots.index(slot), len(slots)
-        return range(-(-place * self.chunks // n), -(-(place + 1) * self.chunks // n))
+        return range(-(-place * self.parts // n), -(-(place + 1) * self.parts // n))
+
+    def chunks_of(self, slot: int) -> list[int]:
+        mine = self.parts_of(slot)
+        return [chunk for chunk, part in enumerate(self.chunks) if part in mine]
+
+    @cached_property
+    def _hosts(self) -> dict[int, int]:
+        return {slot: host for host, slots in enumerate(self.hosts) for slot in slots}
 
     def host_of(self, slot: int) -> int:
-        return next(host for host, slots in enumerate(self.hosts) if slot in slots)
-
-    def others(self, slot: int) -> frozenset[int]:
-        """The slots that a worker exchanges chunks with."""
-        mine = self.host_of(slot)
-        far = [host for host in range(len(self.hosts)) if host != mine]
-        return frozenset(self.slot(chunk, host) for chunk in self.chunks_of(slot) for host in far)
+        return self._hosts[slot]
 
 
 @dataclass
 class _Owned:
     """A chunk that this host adds."""
 
-    total: torch.Tensor
+    values: torch.Tensor
     parts: dict[int, torch.Tensor] = field(default_factory=dict)  # by host
+    given: bool = False
 
 
 class Sums:
-    """One worker's part of the sums of a generation, one step after the other. The wire must be connected."""
+    """One worker's part of the sums of a generation, one step after the other.
 
-    def __init__(self, wire: Wire, generation: int, table: Table, slot: int) -> None:
-        self._wire, self._generation, self._table, self._slot = wire, generation, table, slot
+    `narrow`: the dtype that floats are sent in, if that is a narrower one. What is lost by it is added to what is sent
+    next (error feedback), by who gives a part and by who gives the sum.
+    """
+
+    def __init__(self, far: Far, table: Table, slot: int, narrow: torch.dtype | None = None) -> None:
+        self._far, self._table, self._narrow = far, table, narrow
         self._host = table.host_of(slot)
-        self._far = [host for host in range(len(table.hosts)) if host != self._host]
+        self._others = [host for host in range(len(table.hosts)) if host != self._host]
         self._scratch: dict[tuple[int, int], torch.Tensor] = {}  # what comes from a host for a chunk
-        # What has come of the step: chunk, host, and the host's part or the sum. None: nothing more may come.
+        self._packed: dict[tuple[int, int], torch.Tensor] = {}  # what is sent, by chunk and kind, where it is narrowed
+        self._lost: dict[tuple[int, int], torch.Tensor] = {}  # likewise, what narrowing has taken away so far
+        # What has come of the step: chunk, host, and the host's part or the sum.
         self._arrived: queue.SimpleQueue[tuple[int, int, torch.Tensor] | None] = queue.SimpleQueue()
         self._owned: dict[int, _Owned] = {}
         self._awaited: dict[int, torch.Tensor] = {}
         self._step = 0
 
-    def begin(self, step: int, totals: Mapping[int, torch.Tensor]) -> None:
-        """Expect the step's chunks of this worker; `totals` is where their sums go. Before anybody can send one: two
-        steps' frames have other tags, and what comes early waits."""
+    def begin(self, step: int, values: Mapping[int, torch.Tensor]) -> None:
+        """Expect the step's chunks of this worker. `values` is where this host's parts will lie when they are given,
+        and where the sums are once they are taken."""
         assert not self._owned, "the step before has not been taken to its end"
         assert not self._awaited, "the step before has not been taken to its end"
         self._step = step
-        for chunk, total in totals.items():
+        for chunk, part in values.items():
             if self._table.owner(chunk) == self._host:
-                self._owned[chunk] = _Owned(total)
-                for host in self._far:
-                    self._expect(chunk, host, _PART, self._scratch_for(chunk, host, total))
+                self._owned[chunk] = _Owned(part)
+                for host in self._others:
+                    self._expect(chunk, host, PART, self._scratch_for(chunk, host, part))
             else:
-                self._awaited[chunk] = total
-                self._expect(chunk, self._table.owner(chunk), _SUM, total)
+                self._awaited[chunk] = part
+                # No place of its own is needed: the sum is sent only when this host's part has arrived.
+                into = part if self._wide(part) else self._scratch_for(chunk, self._host, part)
+                self._expect(chunk, self._table.owner(chunk), SUM, into)
 
-    def give(self, chunk: int, part: torch.Tensor) -> None:
-        """This host's part of a chunk. It must stay as it is until the sums are taken."""
-        owner = self._table.owner(chunk)
-        if owner != self._host:
-            self._post(chunk, owner, _PART, part)
-            return
-        self._arrived.put((chunk, self._host, part))
+    def give(self, chunk: int) -> None:
+        """This host's part of a chunk is there."""
+        if chunk in self._owned:
+            self._arrived.put((chunk, self._host, self._owned[chunk].values))
+        else:
+            part = self._awaited[chunk]
+            self._post(
+                chunk, self._table.owner(chunk), PART, part if self._wide(part) else self._pack(chunk, PART, part)
+            )
 
     def take(self) -> Iterator[int]:
-        """The chunks whose sums are there, as they come, until all are. Changed, when `release` was called."""
+        """The chunks whose sums are there, as they come, until all are. Changed, when the generation is over."""
         while self._owned or self._awaited:
-            arrived = self._arrived.get()
-            if arrived is None:
-                raise Changed
-            chunk, host, part = arrived
-            if self._awaited.pop(chunk, None) is not None:
+            chunk = next(iter(self._awaited or self._owned))
+            waited = self._table.owner(chunk) if chunk in self._awaited else self._missing(chunk)
+            chunk, host, part = self._far.wait(self._table.slot(chunk, waited), self._arrived)
+            if (awaited := self._awaited.pop(chunk, None)) is not None:
+                if part is not awaited:
+                    awaited.copy_(part)
                 yield chunk
                 continue
             owned = self._owned[chunk]
             owned.parts[host] = part
-            if len(owned.parts) < len(self._table.hosts):
-                continue
-            self._add(owned)
-            for far in self._far:
-                self._post(chunk, far, _SUM, owned.total)
-            del self._owned[chunk]
-            yield chunk
+            if len(owned.parts) == len(self._table.hosts):
+                self._add(chunk, owned)
+                del self._owned[chunk]
+                yield chunk
 
-    def release(self) -> None:
-        """End the wait of `take`, from any thread: what it waits for may never come."""
-        self._arrived.put(None)
+    def _missing(self, chunk: int) -> int:
+        there = self._owned[chunk].parts
+        return next((host for host in self._others if host not in there), self._others[0])
 
-    def _add(self, owned: _Owned) -> None:
-        first, *others = (owned.parts[host] for host in range(len(self._table.hosts)))
-        if not others:
-            owned.total.copy_(first)
-            return
-        torch.add(first, others[0], out=owned.total)
-        for other in others[1:]:
-            owned.total.add_(other)
+    def _add(self, chunk: int, owned: _Owned) -> None:
+        total = owned.values
+        for host in self._others:
+            total.add_(owned.parts[host])
+        sent = total
+        if not self._wide(total):
+            sent = self._pack(chunk, SUM, total)
+            total.copy_(sent)  # as the others will have it
+        for host in self._others:
+            self._post(chunk, host, SUM, sent)
+
+    def _wide(self, part: torch.Tensor) -> bool:
+        """Whether it is sent as it is."""
+        return self._narrow is None or part.dtype not in (torch.float32, torch.float64)
+
+    def _pack(self, chunk: int, kind: int, part: torch.Tensor) -> torch.Tensor:
+        """The part in the narrow dtype, with what was lost before; what is lost now is kept."""
+        assert self._narrow is not None
+        key = chunk, kind
+        if key not in self._packed:
+            self._packed[key] = torch.empty_like(part, dtype=self._narrow)
+            self._lost[key] = torch.zeros_like(part)
+        lost, packed = self._lost[key], self._packed[key]
+        lost.add_(part)
+        packed.copy_(lost)
+        lost.sub_(packed)
+        return packed
 
     def _scratch_for(self, chunk: int, host: int, like: torch.Tensor) -> torch.Tensor:
         if (chunk, host) not in self._scratch:
-            self._scratch[chunk, host] = torch.empty_like(like)
+            dtype = like.dtype if self._wide(like) else self._narrow
+            self._scratch[chunk, host] = torch.empty_like(like, dtype=dtype)
         return self._scratch[chunk, host]
 
     def _expect(self, chunk: int, host: int, kind: int, into: torch.Tensor) -> None:
-        slot, tag = self._table.slot(chunk, host), self._tag(chunk, kind)
+        slot = self._table.slot(chunk, host)
         arrives = partial(self._arrived.put, (chunk, host, into))
-        self._wire.expect(self._generation, slot, tag, _bytes_of(into), arrives)
+        self._far.wire.expect(self._far.number, slot, self._tag(chunk, kind), bytes_of(into), arrives)
 
     def _post(self, chunk: int, host: int, kind: int, data: torch.Tensor) -> None:
-        self._wire.post(self._generation, self._table.slot(chunk, host), self._tag(chunk, kind), _bytes_of(data))
+        self._far.wire.post(self._far.number, self._table.slot(chunk, host), self._tag(chunk, kind), bytes_of(data))
 
     def _tag(self, chunk: int, kind: int) -> int:
-        return (self._step & 0xFFFFFFFF) << 32 | chunk << 1 | kind
+        return frame_tag(self._step, kind, chunk)
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.view(torch.uint8).numpy())  # type: ignore[arg-type]

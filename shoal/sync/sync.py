@@ -34,7 +34,8 @@ class State:
 class Sync(ABC):
     """One worker's side of a sync, driven by `train/step.py`:
 
-    bind, then for each generation enter, then for each step begin → (gradients) → prepare → the commit → settle.
+    bind, then for each generation transfer and enter, then for each step
+    begin → (gradients) → offer → prepare → the commit → settle.
     A step that is not committed is followed by enter, never by settle. Without lockstep, `train/leased.py` drives it:
     a step is this worker's own, and `group.seq` counts those.
     """
@@ -50,6 +51,10 @@ class Sync(ABC):
         """The shared model in a few words, alike on workers whose models have the same tensors. Empty where that does
         not matter."""
         return ""
+
+    def transfer(self, group: Group) -> None:  # noqa: B027, most have nothing to do
+        """Between hosts, before `enter`: give the state of commit `group.seq` to whom this worker is to give it, take
+        it if it is to take it. Changed: the generation is over."""
 
     @abstractmethod
     def enter(self, group: Group) -> None:
@@ -70,6 +75,9 @@ class Sync(ABC):
     def backward(self, loss: torch.Tensor, weight: float) -> None:
         """Compute the gradients of one micro-batch, times the weight."""
         loss.backward(gradient=torch.full_like(loss, weight))  # type: ignore[no-untyped-call]
+
+    def offer(self, group: Group) -> None:  # noqa: B027, most have nothing to tell
+        """The gradients are there: tell what others must know of them before the ready word."""
 
     @abstractmethod
     def prepare(self, group: Group, verdict: Verdict) -> float | None:

@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 Address: TypeAlias = tuple[str, int]  # a number, not a name: looking that up would stop the wire
 
@@ -54,6 +54,12 @@ class Listens(Protocol):
         """The wire itself cannot go on."""
 
 
+class _Expected(NamedTuple):
+    into: memoryview | None  # None: made when it comes
+    most_bytes: int
+    then: Callable[[memoryview], None]
+
+
 class _Connection:
     def __init__(self, socket_: socket.socket, called: int | None = None) -> None:
         socket_.setblocking(False)
@@ -79,7 +85,8 @@ class _Connection:
 
 class Wire:
     def __init__(self, slot: int, host: str, listens: Listens) -> None:
-        self._slot, self._listens = slot, listens
+        """`slot` is this worker's; it may be set later, before the first generation is entered."""
+        self.slot, self._listens = slot, listens
         self._listener = socket.create_server((host, 0), family=_family(host), backlog=_MAX_STRANGERS)
         self._listener.setblocking(False)
         self.address: Address = self._listener.getsockname()[:2]
@@ -96,7 +103,7 @@ class Wire:
         self._calls: dict[int, float] = {}  # slots that this worker connects to, and when it tries next
         self._connections: dict[int, _Connection] = {}
         self._strangers: set[_Connection] = set()
-        self._expected: dict[tuple[int, int], tuple[memoryview, Callable[[], None]]] = {}
+        self._expected: dict[tuple[int, int], _Expected] = {}
         self._open = True
         self.sent_bytes = 0  # of frames, with their heads
         self._thread = threading.Thread(target=self._run, name="shoal-wire", daemon=True)
@@ -123,7 +130,14 @@ class Wire:
 
     def expect(self, generation: int, slot: int, tag: int, into: memoryview, then: Callable[[], None]) -> None:
         """The slot's frame with this tag fills `into`; `then` is called on the wire's thread."""
-        self._ask(partial(self._expect, generation, slot, tag, into.cast("B"), then))
+        whole = into.cast("B")
+        self._ask(partial(self._expect, generation, slot, tag, _Expected(whole, whole.nbytes, lambda _: then())))
+
+    def expect_up_to(
+        self, generation: int, slot: int, tag: int, most_bytes: int, then: Callable[[memoryview], None]
+    ) -> None:
+        """As `expect`, of a frame whose size is not known: `then` gets it."""
+        self._ask(partial(self._expect, generation, slot, tag, _Expected(None, most_bytes, then)))
 
     def close(self) -> None:
         """End every connection; what is asked of the wire from here on is ignored."""
@@ -199,7 +213,7 @@ class Wire:
             self._drop(connection)
         self._connections, self._strangers, self._expected = {}, set(), {}
         self._generation, self._key, self._others = generation, key, others
-        self._calls = {slot: 0.0 for slot in others if slot > self._slot}
+        self._calls = {slot: 0.0 for slot in others if slot > self.slot}
         self._tell_if_connected()
 
     def _shut(self) -> None:
@@ -222,10 +236,10 @@ class Wire:
         connection.outgoing += (memoryview(_FRAME.pack(tag, data.nbytes)), data)
         self._write(connection)
 
-    def _expect(self, generation: int, slot: int, tag: int, into: memoryview, then: Callable[[], None]) -> None:
+    def _expect(self, generation: int, slot: int, tag: int, expected: _Expected) -> None:
         if generation != self._generation:
             return
-        self._expected[slot, tag] = into, then
+        self._expected[slot, tag] = expected
         connection = self._connections.get(slot)
         if connection is not None and not connection.reading:
             self._frame_begins(connection)
@@ -251,8 +265,8 @@ class Wire:
 
     def _greeted(self, connection: _Connection, hello: memoryview) -> None:
         magic, generation, theirs, mine, _ = _HELLO.unpack(hello)
-        known = magic == _MAGIC and generation == self._generation and mine == self._slot and theirs in self._others
-        if not known or theirs >= self._slot:
+        known = magic == _MAGIC and generation == self._generation and mine == self.slot and theirs in self._others
+        if not known or theirs >= self.slot:
             self._end(connection, "it is not of this generation")
             return
         nonce = os.urandom(_NONCE_BYTES)
@@ -279,7 +293,7 @@ class Wire:
         connection = _Connection(socket.socket(_family(host), socket.SOCK_STREAM), called=slot)
         self._strangers.add(connection)
         connection.socket.connect_ex((host, port))
-        hello = _HELLO.pack(_MAGIC, self._generation, self._slot, slot, os.urandom(_NONCE_BYTES))
+        hello = _HELLO.pack(_MAGIC, self._generation, self.slot, slot, os.urandom(_NONCE_BYTES))
         connection.outgoing.append(memoryview(hello))
         answer = memoryview(bytearray(_NONCE_BYTES + _PROOF_BYTES))
         connection.read(answer, partial(self._answered, connection, slot, memoryview(hello), answer))
@@ -321,11 +335,13 @@ class Wire:
         expected = self._expected.pop((connection.slot, tag), None)
         connection.reading = expected is not None
         if expected is not None:
-            into, then = expected
-            if into.nbytes != size_bytes:
-                self._end(connection, f"a frame {tag:#x} of {size_bytes:,} bytes came for {into.nbytes:,}")
+            into, most_bytes, then = expected
+            if size_bytes > most_bytes or (into is not None and into.nbytes != size_bytes):
+                self._end(connection, f"a frame {tag:#x} of {size_bytes:,} bytes came for {most_bytes:,}")
                 return
-            connection.read(into, partial(self._frame_ends, connection, then))
+            if into is None:
+                into = memoryview(bytearray(size_bytes))
+            connection.read(into, partial(self._frame_ends, connection, partial(then, into)))
         self._watch(connection)
         if connection.reading and not connection.into.nbytes:
             connection.then()

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from shoal.control.generation import MAX_SLOTS
 from shoal.sync.memory import HostMemory, map_bytes
 
-# A slot's words, by index of 8 bytes within its cache line.
-BELL, ACK, READY, REDUCED, DONE, SEEN, STATEMENT, NAMES = range(8)
-_LINE = 8
+# A slot's words, by index of 8 bytes within its two cache lines. TOLD: the COMMIT of its host when it acknowledged, and
+# INCUMBENT: whether it has had a state before; both for workers of other hosts.
+BELL, ACK, READY, REDUCED, DONE, SEEN, STATEMENT, NAMES, TOLD, INCUMBENT = range(10)
+_LINE = 16
 
 # A slot's values (64-bit floats), valid once READY (or REDUCED, for the norm) carries the tag.
 WEIGHT, LOSS, NORM, PASS, METRICS = 0, 1, 2, 3, 4
@@ -32,7 +33,11 @@ _STATEMENTS_AT = _VALUES_AT + MAX_SLOTS * _VALUES * 8
 _STATEMENT_BYTES = 4096
 _RECORD_AT = _STATEMENTS_AT + MAX_SLOTS * _STATEMENT_BYTES
 RECORD_BYTES = 128 * 1024
-SIZE_BYTES = _RECORD_AT + RECORD_BYTES
+_GREETING_AT = _RECORD_AT + RECORD_BYTES
+MAX_GREETING_BYTES = 64 * 1024
+_MARKS_AT = _GREETING_AT + MAX_GREETING_BYTES
+MAX_MARKS_BYTES = 2048
+SIZE_BYTES = _MARKS_AT + MAX_SLOTS * MAX_MARKS_BYTES
 
 _FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98}.get(platform.machine(), 98)
 _ORDERED = platform.machine() == "x86_64"
@@ -88,7 +93,7 @@ class Words:
         self._u64 = view[:_VALUES_AT].cast("Q")
         self._u32 = view[:_VALUES_AT].cast("I")
         self._f64 = view[_VALUES_AT:_STATEMENTS_AT].cast("d")
-        self.record = view[_RECORD_AT:]
+        self.record = view[_RECORD_AT:_GREETING_AT]
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     @property
@@ -120,16 +125,16 @@ class Words:
         self._u64[_NAMES_BYTES // 8] = len(text)
 
     @property
-    def greeting(self) -> tuple[int, int, int]:
-        """Where rank 0 has put its hyperparameters for newcomers: generation, place and length of the text."""
+    def greeting(self) -> tuple[int, bytes]:
+        """The generation whose newcomers are greeted, and rank 0's hyperparameters as a text."""
         at = _GREETING // 8
-        return self._u64[at], self._u64[at + 1], self._u64[at + 2]
+        return self._u64[at], bytes(self._map[_GREETING_AT : _GREETING_AT + self._u64[at + 1]])
 
-    @greeting.setter
-    def greeting(self, where: tuple[int, int, int]) -> None:
+    def greet(self, generation: int, text: bytes) -> None:
         at = _GREETING // 8
-        self._u64[at + 1], self._u64[at + 2] = where[1], where[2]
-        self._u64[at] = where[0]
+        self._map[_GREETING_AT : _GREETING_AT + len(text)] = text
+        self._u64[at + 1] = len(text)
+        self._u64[at] = generation
 
     def statement(self, slot: int) -> bytes:
         """What the slot's worker said it brings to the next commit, as far as it fits. Read it after READY."""
@@ -176,3 +181,30 @@ class Words:
     def values(self, slot: int, start: int, count: int) -> Sequence[float]:
         at = slot * _VALUES + start
         return self._f64[at : at + count].tolist()
+
+    # For workers of other hosts.
+
+    def line(self, slot: int) -> bytes:
+        """A slot's words and values, as its worker tells them to other hosts."""
+        at, values = _SLOTS_AT + slot * _LINE * 8, _VALUES_AT + slot * _VALUES * 8
+        return self._map[at : at + _LINE * 8] + self._map[values : values + _VALUES * 8]
+
+    def mirror(self, slot: int, line: memoryview) -> None:
+        """Write what a worker of another host has told, in an order in which it might have been written here."""
+        self._map[_VALUES_AT + slot * _VALUES * 8 : _VALUES_AT + (slot + 1) * _VALUES * 8] = bytes(line[_LINE * 8 :])
+        told = line[: _LINE * 8].cast("Q")
+        for word in (TOLD, INCUMBENT, STATEMENT, NAMES, SEEN, READY, REDUCED, DONE, ACK):
+            self.put(slot, word, told[word])
+        self.ring(slot)
+
+    def marks(self, slot: int, size_bytes: int) -> bytes:
+        """Which tensors a worker of another host has gradients for, as bits."""
+        at = _MARKS_AT + slot * MAX_MARKS_BYTES
+        return self._map[at : at + size_bytes]
+
+    def set_marks(self, slot: int, marks: bytes) -> None:
+        at = _MARKS_AT + slot * MAX_MARKS_BYTES
+        self._map[at : at + len(marks)] = marks
+
+
+LINE_BYTES = (_LINE + _VALUES) * 8

@@ -60,8 +60,11 @@ class Ballot:
                 f"{w.MAX_NAMES_BYTES} bytes, are averaged; leave some out"
             )
         words.put(slot, w.NAMES, zlib.crc32(text) if attempt.counted else 0)
-        if group.rank == 0 and text != words.names:
-            words.names = text
+        if group.rank == 0:
+            if text != words.names:
+                words.names = text
+            if group.far is not None:
+                group.far.tell_names(text)
         words.set_value(slot, w.WEIGHT, attempt.counted)
         words.set_value(slot, w.LOSS, attempt.loss)
         for index, name in enumerate(names):

@@ -15,7 +15,8 @@ from shoal.control.generation import Generation
 from shoal.errors import Changed
 from shoal.metrics import fault_point
 from shoal.seconds import Seconds
-from shoal.sync.group import Group, Notice, acknowledge
+from shoal.sync.group import Group, acknowledge
+from shoal.sync.notice import Notice
 from shoal.sync.words import ACK, Words
 
 

@@ -17,8 +17,9 @@ from shoal.data import ledger
 from shoal.data.ledger import ENDED, Cursor, Pass
 from shoal.metrics import fault_point
 from shoal.seconds import Seconds
-from shoal.sync.group import Group, Notice
+from shoal.sync.group import Group
 from shoal.sync.memory import HostMemory
+from shoal.sync.notice import Notice
 from shoal.sync.record import Record, Records
 from shoal.sync.words import Words
 from shoal.train.metrics_file import MetricsFile

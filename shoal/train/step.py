@@ -12,6 +12,7 @@ from shoal.data.fed import AuditWriter, Fed, digest
 from shoal.data.ledger import Cursor, Pass, advance, split
 from shoal.metrics import fault_point
 from shoal.sync.group import Group
+from shoal.sync.hosts import RECORD
 from shoal.sync.record import Record, Records
 from shoal.sync.replica import Replica
 from shoal.sync.sync import Sync, Verdict
@@ -68,7 +69,7 @@ class Stepper:
         factor = self._policy.factor(record, group.size, after.step, after.epoch)
         verdict = Verdict(tally.finite, self._policy.clip_norm, factor)
         norm = self._sync.prepare(group, verdict)
-        if group.rank == 0:
+        if group.leads:
             self._write_record(group, record, after, tally)
         self._write_audit(group, pass_, attempt, skipped=not tally.finite)
         self.pending = report = StepReport(
@@ -104,7 +105,7 @@ class Stepper:
         samples = attempt.batch.hi - attempt.batch.lo
         totals = summed(record.totals if begun else (), list(tally.metrics), tally.metrics, samples)
         self._sync.prepare(group, Verdict(apply=False, clip_norm=None))
-        if group.rank == 0:
+        if group.leads:
             self._place_text(record)
             counted = replace(
                 record,
@@ -116,7 +117,7 @@ class Stepper:
                 totals=tuple(totals),
             )
             self._records.write(group.seq + 1, counted)
-            if attempt.batch.last:
+            if attempt.batch.last and group.rank == 0:
                 results.write(pass_.index, dict(zip(tally.metrics, totals, strict=True)), attempt.batch.hi)
         self._write_audit(group, pass_, attempt, skipped=False)
         planned = group.commit()
@@ -129,8 +130,9 @@ class Stepper:
         committed instead."""
         fault_point("lane")
         if group.rank == 0 and not self.fresh:
-            self._greet(group, record)
+            self._greet(group)
         self._ballot.post(group, FRESH if self.fresh else TRAIN, attempt)
+        self._sync.offer(group)
         self.before_ready(group.seq + 1)
         group.ready()
         self.newest_pass = self._ballot.newest_pass(group)
@@ -163,12 +165,27 @@ class Stepper:
         group.ready()
         self._ballot.check(group)
         self._sync.found(group)
-        if group.rank == 0:
+        if group.leads:
             place, size = self._records.write_text(Record(), self._replica.text())
             self._records.write(group.seq + 1, replace(start, text_place=place, text_bytes=size, edits=self.edits))
         planned = group.commit()
         self._sync.settle(group)
         return planned
+
+    def transfer(self, group: Group) -> None:
+        """Between hosts, once a generation is entered: give or take the state of commit `group.seq`, where some host is
+        behind. Changed: the generation is over."""
+        if group.far is None or not group.seq:
+            return
+        for slot in group.gives:
+            group.far.post_checked(slot, group.seq, RECORD, [memoryview(self._records.pack(group.seq))])
+        if group.takes is not None:
+            packed = bytearray(self._records.packed_bytes)
+            group.far.take_checked(group.takes, group.seq, RECORD, [memoryview(packed)])
+            self._records.unpack(group.seq, packed)
+        self._sync.transfer(group)
+        if group.behind:
+            group.adopt()
 
     def enter(self, record: Record) -> None:
         """The record's text is the committed one from here on."""
@@ -181,21 +198,25 @@ class Stepper:
         if text != self._text:
             self._text, self._placed = text, self._records.write_text(record, text)
 
-    def _greet(self, group: Group, record: Record) -> None:
+    def _greet(self, group: Group) -> None:
         """Tell newcomers the hyperparameters as they are, after whatever callbacks have done since the last commit."""
         if self._greeted != group.generation.number:
             self._greeted = group.generation.number
-            self._place_text(record)
-            group.words.greeting = (self._greeted, *self._placed)
+            text = self._replica.text()
+            group.words.greet(self._greeted, text)
+            if group.far is not None:
+                group.far.tell_greeting(text)
 
     def _take_greeting(self, group: Group) -> None:
-        generation, place, size = group.words.greeting
+        generation, text = group.words.greeting
         if generation == group.generation.number:  # if not, rank 0 is as new as this worker
-            self._replica.take_text(self._records.text(place, size))
+            self._replica.take_text(text)
 
     def _commit_edit(self, group: Group, record: Record, editor: int) -> bool:
         self._sync.edit(group, editor)
-        if group.rank == editor:
+        if self.fresh and group.leads:
+            self._take_greeting(group)  # it writes them down for this host, and has none of its own yet
+        if group.rank == editor if group.far is None else group.leads:
             self._place_text(record)
             place, size = self._placed
             edited = replace(record, text_place=place, text_bytes=size, edits=self.edits)

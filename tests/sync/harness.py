@@ -17,8 +17,10 @@ from shoal.control.generation import Generation, Member
 from shoal.data.fed import AuditWriter
 from shoal.data.ledger import GlobalBatch, Pass, micro, split
 from shoal.sync.allreduce import AllReduce
-from shoal.sync.group import Group, Notice
+from shoal.sync.group import Group
+from shoal.sync.hosts import Relay
 from shoal.sync.memory import create
+from shoal.sync.notice import Notice
 from shoal.sync.record import Records
 from shoal.sync.replica import Replica
 from shoal.sync.sync import Sync
@@ -54,6 +56,8 @@ def free_all() -> None:
     """Give back the memory of every worker made so far. A hook on a parameter is a cycle that no collector sees."""
     for worker in _made:
         worker._audit.close()
+        if worker.relay is not None:
+            worker.relay.close()
         for parameter in worker.model.parameters():
             if parameter._post_accumulate_grad_hooks is not None:
                 parameter._post_accumulate_grad_hooks.clear()
@@ -75,8 +79,12 @@ class ThreadWorker:
         schedulers: Sequence[Any] = (),
     ) -> None:
         self.model, self.optimizer = model, optimizer
+        self.host = host
         self.words = Words(host.memory)
         self.notice = Notice(self.words)
+        self.relay = Relay(self.words, self.notice, "127.0.0.1", self._broken) if host.networked else None
+        self.broken: list[tuple[int, int]] = []  # generations and slots of connections that ended
+        self.incumbent = False
         self.records = Records(self.words.record)
         self.sync = sync or AllReduce()
         self.replica = Replica(model, optimizer, schedulers)
@@ -89,13 +97,31 @@ class ThreadWorker:
         self.reports: list[StepReport] = []
         self.metrics: dict[str, Callable[[torch.Tensor], float]] = {}
 
+    def _broken(self, generation: int, slot: int, why: str) -> None:
+        self.broken.append((generation, slot))
+
+    @property
+    def member(self) -> Member:
+        return Member(f"w{self.slot}", self.slot, self.host.name, self.relay.address if self.relay else "")
+
     def enter(self, number: int, slots: Sequence[int]) -> None:
-        members = tuple(Member(f"w{slot}", slot, "here") for slot in slots)
-        self.group = Group(self.words, self.notice, Generation(number, members), f"w{self.slot}", spin=False)
-        self.group.enter()
+        members = tuple(Member(f"w{slot}", slot, self.host.name) for slot in slots)
+        self.enter_generation(Generation(number, members))
+
+    def enter_with(self, number: int, workers: Sequence[ThreadWorker]) -> None:
+        """Workers of several hosts."""
+        self.enter_generation(Generation(number, tuple(worker.member for worker in workers), key=b"k" * 32))
+
+    def enter_generation(self, generation: Generation) -> None:
+        self.group = Group(
+            self.words, self.notice, generation, f"w{self.slot}", spin=False, relay=self.relay
+        )  # fmt: skip
+        self.group.enter(incumbent=self.incumbent)
+        self.stepper.transfer(self.group)
         self.sync.enter(self.group)
         if not self.group.seq:
             self.stepper.found(self.group)
+        self.incumbent = True
         self.record = self.records.read(self.group.seq)
         self.stepper.enter(self.record)
 
@@ -125,11 +151,12 @@ class ThreadWorker:
 class Host:
     """Where thread workers meet."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, name: str = "here", *, networked: bool = False) -> None:
         self.memory = SharedMemory()
-        self.folder = folder
+        self.folder, self.name, self.networked = folder, name, networked
 
-    def together(self, workers: Sequence[ThreadWorker], do: Callable[[ThreadWorker], Any]) -> list[Any]:
+    @staticmethod
+    def together(workers: Sequence[ThreadWorker], do: Callable[[ThreadWorker], Any]) -> list[Any]:
         """Run `do` for all workers at once; the first problem of any of them is raised here."""
         results: dict[int, Any] = {}
         problems: list[BaseException] = []

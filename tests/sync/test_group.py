@@ -11,7 +11,8 @@ import pytest
 from shoal.control.generation import Generation, Member
 from shoal.errors import Changed
 from shoal.sync import words as w
-from shoal.sync.group import Group, Notice, acknowledge
+from shoal.sync.group import Group, acknowledge
+from shoal.sync.notice import Notice
 from shoal.sync.words import Words, tag
 from tests.sync.harness import SharedMemory
 
