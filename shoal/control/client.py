@@ -55,10 +55,12 @@ class Client:
         timeouts: Timeouts,
         progress: Callable[[], Progress],
         on_generation: Callable[[Generation], None],
+        address: str = "",
     ) -> None:
+        """`address`: at which workers of other hosts reach this one."""
         self._run_dir = run_dir
         self._worker_id = worker_id
-        self._host = host
+        self._host, self._address = host, address
         self._timeouts = timeouts
         self._progress = progress
         self._on_generation = on_generation
@@ -103,6 +105,15 @@ class Client:
     def parked(self, generation: int) -> None:
         """This worker is a leaver of `generation` and has acknowledged it."""
         self._link.keep("parked", FromWorker(parked={"generation": generation}))
+
+    def entered(self, generation: int) -> None:
+        """This worker has heard of everybody in a generation of several hosts: its leavers may go."""
+        self._link.keep("entered", FromWorker(entered={"generation": generation}))
+
+    def broken(self, generation: int, slot: int, why: str) -> None:
+        """The connection to that slot's worker has ended."""
+        body = {"generation": generation, "slot": slot, "why": why}
+        self._link.keep("broken", FromWorker(broken=body))
 
     def finished(self, digest: str, step: int, seq: int, report: dict[str, Any]) -> None:
         body = {"digest": digest, "step": step, "seq": seq, "report_json": json.dumps(report)}
@@ -173,6 +184,7 @@ class Client:
                     "slot": self._slot,
                     "dismissed": self.dismissed,
                     "leases": protocol.said_to_wire(self.borrowed.said()),
+                    "address": self._address,
                 }
             )
 

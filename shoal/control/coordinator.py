@@ -13,6 +13,8 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 from shoal.control import lending, prometheus, protocol
@@ -47,6 +49,8 @@ from shoal.wording import counted
 OnError = Literal["stop", "relaunch"]
 Event = Callable[[Membership, float], Outcome]
 NOTES = ("checkpointed", "checkpoint_failed")  # kinds of events that workers tell of
+
+_DEATH_S = 0.1  # for a launcher to say that a worker, whose connection has ended, is dead
 
 _log = logging.getLogger("shoal.coordinator")
 
@@ -311,7 +315,7 @@ class Coordinator:
         newest = protocol.from_wire(join.newest) if join.HasField("newest") else None
         slot = join.slot if join.HasField("slot") else None
         said = protocol.said_from_wire(join.leases, join.worker_id) if join.HasField("leases") else None
-        report = Report(join.worker_id, join.host, slot, newest, join.last_fault, join.dismissed, said)
+        report = Report(join.worker_id, join.host, slot, newest, join.last_fault, join.dismissed, said, join.address)
         if self._rebuilding is not None:
             self._rebuilding.reports[report.worker_id] = report
         self._post(self._joined(report, join.version, outbox))
@@ -324,13 +328,15 @@ class Coordinator:
             if version != protocol.VERSION:
                 reason = f"it speaks version {version} and the job {protocol.VERSION}; start it from the same shoal"
                 return membership, [Refuse(worker_id, reason)]
-            membership, instructions = m.on_join(membership, worker_id, report.host, now, known, report.slot)
+            membership, instructions = m.on_join(
+                membership, worker_id, report.host, now, known, report.slot, address=report.address
+            )
             worker = membership.worker(worker_id)
             if worker is not None and not worker.fenced:
                 outbox.put(ToWorker(welcome={"slot": worker.member.slot}))
                 newest = m.newest_for(membership, known)
                 if newest is not None and newest.lists(worker_id):
-                    outbox.put(ToWorker(generation=protocol.to_wire(newest)))
+                    outbox.put(self._told(newest))
             if report.leases is not None:
                 membership, more = lending.on_said(membership, worker_id, report.leases)
                 instructions += more
@@ -364,6 +370,12 @@ class Coordinator:
             self._post(lambda membership, now: m.on_leave(membership, worker_id))
         elif kind == "parked":
             self._post(lambda membership, now: m.on_parked(membership, worker_id, body.generation))
+        elif kind == "entered":
+            self._post(lambda membership, now: m.on_entered(membership, worker_id, body.generation))
+        elif kind == "broken":
+            # A death breaks connections too, and is told by its launcher: that goes first.
+            event = partial(self._broken_link, worker_id, body.generation, body.slot)
+            asyncio.get_running_loop().call_later(_DEATH_S, self._post, event)
         elif kind == "finished":
             report = json.loads(body.report_json or "{}")
             details = {"digest": body.digest, "step": body.step, "seq": body.seq, "report": report}
@@ -377,6 +389,11 @@ class Coordinator:
             self._tell_worker(worker_id, ToWorker(heeded={"number": body.number}))
         elif kind == "scale":
             self._post(lambda membership, now: self._wished(membership, worker_id, body))
+
+    def _broken_link(
+        self, worker_id: str, generation: int, slot: int, membership: Membership, now: float
+    ) -> Outcome:
+        return m.on_broken(membership, worker_id, generation, slot)
 
     def _failed(self, worker_id: str, failure: Any) -> Event:
         said = (failure.kind, failure.message, failure.traceback)
@@ -510,9 +527,15 @@ class Coordinator:
         self._counts["generation"] += 1
         workers = counted(len(generation.members), "worker") + (", paused" if generation.paused else "")
         _log.info("generation %d → %d: %s, %s", generation.number - 1, generation.number, cause, workers)
-        message = ToWorker(generation=protocol.to_wire(generation))
+        message = self._told(generation)
         for member in (*generation.members, *generation.leavers):
             self._tell_worker(member.worker_id, message)
+
+    def _told(self, generation: Generation) -> Any:
+        """As workers are told of it."""
+        return ToWorker(
+            generation=protocol.to_wire(replace(generation, key=protocol.key_of(self._token, generation.number)))
+        )
 
     def _tell_worker(self, worker_id: str, message: Any) -> None:
         if (outbox := self._workers.get(worker_id)) is not None:

@@ -22,6 +22,7 @@ class WorkerEnvironment:
     dir: str = ""  # the run directory
     budget_s: float = DEFAULT_BUDGET_S
     channel_fd: int = -1  # the socket to the launcher
+    address: str = ""  # of this host, to listen at for workers of other hosts; empty: the job has one host
     threads: int = 0  # of torch; 0 for the worker's share of the cores
     pin: bool = True  # to cores of its own
     plugin: str = ""  # "module:function", called with the worker before the script's main

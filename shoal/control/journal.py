@@ -83,6 +83,8 @@ def to_json(membership: Membership) -> str:
     """Everything but the signs of life."""
     value = asdict(membership)
     del value["ticked_at"]
+    if value["newest"] is not None:
+        del value["newest"]["key"]  # it is made anew whenever it is told
     for worker in value["workers"]:
         del worker["life"]
     return json.dumps(value)

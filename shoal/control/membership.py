@@ -67,6 +67,7 @@ class Worker:
     launched: bool = False  # a launcher watches it, and will say when it is gone
     fenced: str = ""  # why it was fenced, until it is gone
     wishes: int = 0  # how often it asked for another number of workers
+    entered: int = 0  # the newest generation of several hosts in which it has heard of everybody
 
     @property
     def worker_id(self) -> str:
@@ -134,11 +135,13 @@ def on_join(
     generation: int = 0,
     slot: int | None = None,
     launched: bool = False,
+    address: str = "",
 ) -> Outcome:
     """A launcher started the worker (`launched`), or it connected, for the first time or again.
 
     A known worker keeps its slot. `generation` is the newest one it knows of, and `slot` the one it was given: no
-    number up to it is used again, and no slot by two, even if the journal was lost.
+    number up to it is used again, and no slot by two, even if the journal was lost. `address`: at which workers of
+    other hosts reach it.
     """
     membership = replace(membership, number=max(membership.number, generation))
     known = membership.worker(worker_id)
@@ -147,7 +150,8 @@ def on_join(
             return _put(membership, replace(known, launched=True)), []
         if slot is not None and slot != known.member.slot:
             return fence(membership, known, f"it has slot {slot}, and the job knows it in {known.member.slot}")
-        again = replace(known, life=replace(known.life, alive_at=now, connected=True))
+        member = replace(known.member, address=address)
+        again = replace(known, member=member, life=replace(known.life, alive_at=now, connected=True))
         return _put(membership, again), [Bye(worker_id)] if known.state is State.PARTED else []
     free = free_slots(membership)
     if slot is None:
@@ -158,7 +162,7 @@ def on_join(
         return membership, [Refuse(worker_id, f"all {MAX_SLOTS} slots are taken; wait until a worker has gone")]
     life = Life(alive_at=now, connected=not launched)
     founder = membership.newest is None
-    worker = Worker(Member(worker_id, slot, host), State.JOINING, life, founder=founder, launched=launched)
+    worker = Worker(Member(worker_id, slot, host, address), State.JOINING, life, founder=founder, launched=launched)
     membership = replace(membership, workers=(*membership.workers, worker), started=membership.started + 1)
     return membership, [Log("joined", worker_id, f"slot {slot} on {host}", {"slot": slot})]
 
@@ -194,7 +198,48 @@ def on_parked(membership: Membership, worker_id: str, generation: int) -> Outcom
         return membership, []
     if generation != newest.number or not newest.leaves(worker_id):
         return membership, []
-    return _put(membership, replace(worker, state=State.PARTED)), [Bye(worker_id)]
+    return _let_go(_put(membership, replace(worker, entered=generation)))
+
+
+def on_entered(membership: Membership, worker_id: str, generation: int) -> Outcome:
+    """The worker has heard of everybody in `generation`, which is of several hosts."""
+    worker = membership.worker(worker_id)
+    if worker is None or generation <= worker.entered:
+        return membership, []
+    return _let_go(_put(membership, replace(worker, entered=generation)))
+
+
+def _let_go(membership: Membership) -> Outcome:
+    """Leavers that have acknowledged the newest generation may go. With other hosts in it, only when its members have
+    heard so: what a leaver told them may be on its way yet. Where all leave, the first of them is to hear the others.
+    """
+    newest = membership.newest
+    if newest is None:
+        return membership, []
+    hears = newest.members or newest.leavers[:1]
+    entered = {worker.worker_id for worker in membership.workers if worker.entered == newest.number}
+    if newest.hosts > 1 and not newest.paused and any(it.worker_id not in entered for it in hears):
+        return membership, []
+    instructions: list[Instruction] = []
+    for worker in membership.in_state(State.LEAVING):
+        if worker.worker_id in entered and newest.leaves(worker.worker_id):
+            membership = _put(membership, replace(worker, state=State.PARTED))
+            instructions.append(Bye(worker.worker_id))
+    return membership, instructions
+
+
+def on_broken(membership: Membership, worker_id: str, generation: int, slot: int) -> Outcome:
+    """In `generation` the connection between this worker and the slot's has ended, and no death has explained it since:
+    what was on its way is lost, so the generation begins again."""
+    newest = membership.newest
+    if newest is None or generation != newest.number:
+        return membership, []
+    ends = [it for it in membership.in_state(State.MEMBER, State.LEAVING) if newest.lists(it.worker_id)]
+    other = next((it for it in ends if it.member.slot == slot), None)
+    if other is None or all(it.worker_id != worker_id for it in ends):
+        return membership, []
+    cause = f"{worker_id} and {other.worker_id} lost their connection"
+    return replace(_changed(membership, cause), fault=True), []
 
 
 def on_finished(membership: Membership, worker_id: str, report: Mapping[str, Any] | None = None) -> Outcome:

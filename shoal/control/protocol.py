@@ -90,10 +90,10 @@ def to_wire(generation: Generation) -> dict[str, Any]:
 
 def from_wire(body: Any) -> Generation:
     def listed(members: Any) -> tuple[Member, ...]:
-        return tuple(Member(member.worker_id, member.slot, member.host) for member in members)
+        return tuple(Member(it.worker_id, it.slot, it.host, it.address) for it in members)
 
     members, leavers = listed(body.members), listed(body.leavers)
-    return Generation(body.number, members, leavers, body.fault, body.paused, body.finishing)
+    return Generation(body.number, members, leavers, body.fault, body.paused, body.finishing, body.key)
 
 
 def target_to_wire(target: SetTarget) -> dict[str, Any]:
@@ -138,6 +138,11 @@ def said_from_wire(body: Any, worker_id: str) -> Said:
 def credentials(token: str) -> tuple[tuple[str, str], ...]:
     """The metadata of a call."""
     return (("authorization", f"Bearer {token}"),)
+
+
+def key_of(token: str, generation: int) -> bytes:
+    """By which the workers of a generation know each other. Who has the token can make it, and nobody else."""
+    return hmac.digest(token.encode(), b"generation %d" % generation, "sha256")
 
 
 def admits(token: str, metadata: Iterable[tuple[str, str | bytes]]) -> bool:

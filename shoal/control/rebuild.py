@@ -29,6 +29,7 @@ class Report:
     last_fault: int = 0
     dismissed: bool = False  # it was told Bye
     leases: Said | None = None  # None: it has had none
+    address: str = ""
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def rebuild(
     for report in told.values():
         if report.slot is not None and report.worker_id not in workers:
             state = State.PARTED if report.dismissed or report.newest is not None else State.JOINING
-            member = Member(report.worker_id, report.slot, report.host)
+            member = Member(report.worker_id, report.slot, report.host, report.address)
             workers[report.worker_id] = Worker(member, state, Life(alive_at=now), founder=newest is None)
     taken = {worker.member.slot for worker in workers.values()}
     for roster in rosters:

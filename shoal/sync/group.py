@@ -44,14 +44,8 @@ class Standing:
         everybody = (*generation.members, *generation.leavers)
         self._mine = next(member for member in everybody if member.worker_id == worker_id)
         self.slot = self._mine.slot
-        self.far: Far | None = None
-        if len(self.places.hosts) > 1:
-            if relay is None:
-                raise errors.SettingsContradict(
-                    f"{worker_id} has no address for workers of other hosts ({', '.join(self.places.hosts)}): start "
-                    "the job with -H, or with --address"
-                )
-            self.far = Far(relay, words, notice, self.places, self._mine)
+        several = len(self.places.hosts) > 1
+        self.far = Far(relay, words, notice, self.places, self._mine) if several and relay is not None else None
         self._relay, self._notice = relay, notice
         self._ids = {member.slot: member.worker_id for member in everybody}
         self._spin_s = SPIN_S if spin else 0.0
@@ -59,10 +53,13 @@ class Standing:
     def park(self, *, incumbent: bool) -> None:
         """Leave the older generations, and wait until everybody of this host has: from then on its COMMIT stays as it
         is, and can be told to the other hosts. `incumbent`: this worker has had a state before."""
-        words, number = self.words, self.generation.number
-        if self._relay is not None:
-            self._relay.enter(self.slot, self.generation)
-        acknowledge(words, self.slot, number)
+        words = self.words
+        if self.far is None and len(self.places.hosts) > 1:
+            raise errors.SettingsContradict(
+                f"{self._mine.worker_id} has no address for workers of other hosts ({', '.join(self.places.hosts)}): "
+                "start the job with -H, or with --address"
+            )
+        acknowledge(words, self.slot, self.generation, self._relay)
         fault_point("park")
         self._wait_parked(self.places.on(self._mine.host))
         if self.far is not None:
@@ -77,6 +74,24 @@ class Standing:
         """Until everybody elsewhere has parked too."""
         if self.far is not None:
             self._wait_parked(self.far.workers)
+
+    def begins(self) -> tuple[int, dict[str, bool]]:
+        """Once all have parked: the newest commit of all hosts, and which of them have its state."""
+        words, places = self.words, self.places
+        told = {
+            host: [(words.get(it.slot, w.INCUMBENT), words.get(it.slot, w.TOLD)) for it in places.on(host)]
+            for host in places.hosts
+        }
+        # A host whose workers are all new has no state, whatever its memory holds: it may be of a life of its own,
+        # after it was given up. Where nobody has had a state, what lies in memory is the only one.
+        anybody = any(incumbent for one in told.values() for incumbent, _ in one)
+        commit = max(commit for one in told.values() for incumbent, commit in one if incumbent or not anybody)
+        has = {host: any(it[0] if anybody else it[1] == commit for it in one) for host, one in told.items()}
+        if has[self._mine.host] and words.commit != commit:
+            # Somebody elsewhere saw every done word, and nobody here did: what this host wrote before its own is whole.
+            assert seq_of(words.commit) + 1 == seq_of(commit), (words.commit, commit)
+            words.commit = commit
+        return commit, has
 
     def _wait_parked(self, members: Sequence[Member]) -> None:
         for member in members:
@@ -161,21 +176,13 @@ class Group(Standing):
 
     def _agree(self) -> None:
         """Find out where all hosts begin, and who has not got that far."""
-        words, places = self.words, self.places
-        told = {
-            host: [(words.get(it.slot, w.INCUMBENT), words.get(it.slot, w.TOLD)) for it in places.on(host)]
-            for host in places.hosts
-        }
-        anybody = any(incumbent for one in told.values() for incumbent, _ in one)
-        begins = max(commit for one in told.values() for incumbent, commit in one if incumbent or not anybody)
-        self.seq, self._begins = seq_of(begins), begins
-        if not begins:
+        self._begins, has = self.begins()
+        self.seq = seq_of(self._begins)
+        if not self.seq:
             return
-        # A host whose workers are all new takes the state, whatever its memory holds: it may be of a life of its own,
-        # after it was given up. Where nobody has had a state, what lies in memory is the only one.
-        has = {host: any(it[0] if anybody else it[1] == begins for it in one) for host, one in told.items()}
-        givers = [places.leaders[host] for host in places.leaders if has[host]]
-        takers = [places.leaders[host] for host in places.leaders if not has[host]]
+        leaders = self.places.leaders
+        givers = [leaders[host] for host in leaders if has[host]]
+        takers = [leaders[host] for host in leaders if not has[host]]
         if takers and not givers:
             raise errors.ShoalError(
                 f"generation {self.generation.number} has no worker with the state of commit {self.seq}: all that had "
@@ -184,10 +191,6 @@ class Group(Standing):
         self.behind = not has[self._mine.host]
         self.gives = tuple(it for at, it in enumerate(takers) if givers[at % len(givers)] == self.slot)
         self.takes = givers[takers.index(self.slot) % len(givers)] if self.slot in takers else None
-        if not self.behind and words.commit != begins:
-            # Somebody elsewhere saw every done word, and nobody here did: what this host wrote before its own is whole.
-            assert seq_of(words.commit) + 1 == self.seq, (words.commit, begins)
-            words.commit = begins
 
     def adopt(self) -> None:
         """The state of a host that was behind is there: whoever leads it says so, the others wait for that."""
@@ -244,7 +247,11 @@ class Group(Standing):
         fence()
 
 
-def acknowledge(words: Words, slot: int, number: int) -> None:
-    """Promise that this worker writes nothing of a generation before `number` any more."""
-    words.put(slot, w.ACK, number)
+def acknowledge(words: Words, slot: int, generation: Generation, relay: Relay | None = None) -> None:
+    """Promise that this worker writes nothing of a generation before this one any more, nor does its wire."""
+    if relay is not None:
+        relay.enter(slot, generation)
+    words.put(slot, w.ACK, generation.number)
     words.ring(slot)
+    if relay is not None:
+        relay.ring_mirrored()

@@ -112,8 +112,11 @@ class Relay:
         self.wire.slot = slot
         places = Places(generation)
         self.wire.enter(generation.number, generation.key, places.connects(slot) if len(places.hosts) > 1 else {})
+
+    def ring_mirrored(self) -> None:
+        """This worker has moved on: who waits for words of other hosts looks whether it is still there to hear them."""
         for far in self._mirrored:
-            self._words.ring(far)  # who waits for its words looks again whether I am still there to hear them
+            self._words.ring(far)
         self._mirrored = []
 
     def mirrors(self, slots: Sequence[int]) -> None:

@@ -275,16 +275,19 @@ class Lockstep(Pace):
                 seat.client.leave()  # let in by the last step of the others: there is nothing to do for a newcomer
                 continue
             seat.place(group)
-            self._sync.enter(group)
-            if group.seq:
-                break
             try:
+                self._stepper.transfer(group)
+                self._sync.enter(group)
+                seat.parking.incumbent = bool(group.seq)
+                if group.seq:
+                    break
                 founded = True
                 self._stepper.edits = self._edits
                 if not self._stepper.found(group, self._restored):
                     break
             except Changed:
                 continue
+        seat.parking.incumbent = True
         seat.record = seat.records.read(group.seq)
         self._stepper.enter(seat.record)
         return founded

@@ -15,7 +15,8 @@ from shoal.control.generation import Generation
 from shoal.errors import Changed
 from shoal.metrics import fault_point
 from shoal.seconds import Seconds
-from shoal.sync.group import Group, acknowledge
+from shoal.sync.group import Group, Standing, acknowledge
+from shoal.sync.hosts import Relay
 from shoal.sync.notice import Notice
 from shoal.sync.words import ACK, Words
 
@@ -56,10 +57,12 @@ class Parking:
         slot: int,
         patience_s: float,
         comes_back: Callable[[], bool],  # whether a coordinator that is away will be followed by another
+        relay: Relay | None,  # to other hosts
     ) -> None:
         self._client, self._words, self._notice, self._seconds = client, words, notice, seconds
         self._worker_id, self._slot, self._patience_s = worker_id, slot, patience_s
-        self._comes_back = comes_back
+        self._comes_back, self._relay = comes_back, relay
+        self.incumbent = False  # this worker has had a state
 
     def enter(self, above: int, *, meet: bool = True) -> Group:
         """The group of the newest generation, which is above number `above`; waits while there is none, or too few
@@ -76,20 +79,25 @@ class Parking:
                 raise Leave
             if generation.rank(self._worker_id) is None or generation.paused:
                 if generation.rank(self._worker_id) is not None:
-                    acknowledge(self._words, self._slot, generation.number)
+                    acknowledge(self._words, self._slot, generation, self._relay)
                 above = generation.number
                 continue
             # With a core for each, looking again for a moment takes none from a neighbor.
             spin = len(generation.members) <= (os.cpu_count() or 1)
-            group = Group(self._words, self._notice, generation, self._worker_id, spin=spin, seconds=self._seconds)
+            group = Group(
+                self._words, self._notice, generation, self._worker_id,
+                spin=spin, seconds=self._seconds, relay=self._relay,
+            )  # fmt: skip
             if not meet:
-                acknowledge(self._words, self._slot, generation.number)
+                acknowledge(self._words, self._slot, generation)
                 fault_point("park")
                 return group
             try:
-                group.enter()
+                group.enter(incumbent=self.incumbent)
             except Changed:
                 continue
+            if group.far is not None:
+                self._client.entered(generation.number)
             return group
 
     def leave(self, number: int) -> None:
@@ -105,7 +113,7 @@ class Parking:
             if generation.leaves(self._worker_id):
                 self._part(generation)
                 return
-            acknowledge(self._words, self._slot, number)
+            self._park(generation)
 
     def all_left(self) -> bool:
         """Whether all workers leave, this one as the first of them, and nobody can commit any more. Waits for their
@@ -123,15 +131,32 @@ class Parking:
         return True
 
     def _part(self, generation: Generation) -> None:
-        number = generation.number
         while not self._client.dismissed:
-            acknowledge(self._words, self._slot, number)
-            self._client.parked(number)
-            newer = self._client.wait_newer(number, self._patience_s)
+            if self._park(generation):
+                self._client.parked(generation.number)
+            newer = self._client.wait_newer(generation.number, self._patience_s)
             if newer is not None:
-                number = newer.number
+                generation = newer
             elif not self._comes_back():
                 return
+
+    def _park(self, generation: Generation) -> bool:
+        """Acknowledge a generation that this worker takes no part in any more. False: it is over already."""
+        if generation.hosts < 2 or generation.paused:
+            acknowledge(self._words, self._slot, generation, self._relay)
+            return True
+        standing = Standing(self._words, self._notice, generation, self._worker_id, relay=self._relay)
+        self._notice.entering = True
+        try:
+            standing.park(incumbent=self.incumbent)
+            if not generation.members and generation.leavers[0].worker_id == self._worker_id:
+                standing.wait_all_parked()  # it is to know what the job has come to
+                standing.begins()
+        except Changed:
+            return False
+        finally:
+            self._notice.entering = False
+        return True
 
 
 class Placement:

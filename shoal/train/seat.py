@@ -18,6 +18,7 @@ from shoal.data.ledger import ENDED, Cursor, Pass
 from shoal.metrics import fault_point
 from shoal.seconds import Seconds
 from shoal.sync.group import Group
+from shoal.sync.hosts import Relay
 from shoal.sync.memory import HostMemory
 from shoal.sync.notice import Notice
 from shoal.sync.record import Record, Records
@@ -32,8 +33,9 @@ class Seat:
 
     def __init__(
         self, worker_id: str, host: str, run_dir: RunDir, memory: HostMemory, timeouts: Timeouts,
-        placement: Placement | None,
+        placement: Placement | None, address: str = "",
     ) -> None:  # fmt: skip
+        """`address`: of this host, to listen at for workers of other hosts."""
         self.worker_id, self.run_dir, self.memory, self.timeouts = worker_id, run_dir, memory, timeouts
         self._placement = placement
         self.seconds = Seconds(process.age_s())
@@ -47,11 +49,17 @@ class Seat:
         self.asked_in = False
         self._averages: dict[str, float] = {}  # the metrics of the newest step
         self.metrics = MetricsFile(run_dir.metrics / f"{worker_id}.jsonl", run_dir.settings()["created"])
-        self.client = Client(run_dir, worker_id, host, timeouts, self._beat, self.notice.tell)
+        self._relay = Relay(self.words, self.notice, address, self._on_broken) if address else None
+        reached_at = "" if self._relay is None else self._relay.address
+        self.client = Client(run_dir, worker_id, host, timeouts, self._beat, self.notice.tell, reached_at)
         self.slot = self.client.connect()
         self.parking = Parking(
-            self.client, self.words, self.notice, self.seconds, worker_id, self.slot, timeouts.budget_s, run_dir.runs
-        )
+            self.client, self.words, self.notice, self.seconds, worker_id, self.slot, timeouts.budget_s, run_dir.runs,
+            self._relay,
+        )  # fmt: skip
+
+    def _on_broken(self, generation: int, slot: int, why: str) -> None:
+        self.client.broken(generation, slot, why)
 
     @property
     def rank(self) -> int:
@@ -124,7 +132,11 @@ class Seat:
         with open(self.run_dir.loaders, "a") as known:  # the launcher clears away what a killed one leaves
             known.write(f"{os.getpid()}\n")
         self.client.close_in_child()
+        if self._relay is not None:
+            self._relay.close_in_child()
 
     def close(self) -> None:
         self.client.close()
+        if self._relay is not None:
+            self._relay.close()
         self.metrics.close(self.generation, self.record.step, self.seconds.snapshot())

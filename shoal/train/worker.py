@@ -60,7 +60,8 @@ class Worker:
         self._audit: AuditWriter | None = None
         self._saver: Saver | None = None
         self._passes = 0
-        self._seat = Seat(worker_id, host, run_dir, memory, timeouts, placement)
+        address = "" if environment is None else environment.address
+        self._seat = Seat(worker_id, host, run_dir, memory, timeouts, placement, address)
 
     # What a script asks.
 

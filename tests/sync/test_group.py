@@ -79,7 +79,7 @@ def test_a_neighbor_that_has_left_the_generation_ends_the_wait_for_it() -> None:
     (one, notice), (other, _) = group_of(memory, 0), group_of(memory, 1)
     waiting, ended, _ = in_thread(one.ready)
     until_it_waits(notice)
-    acknowledge(other.words, 1, 2)
+    acknowledge(other.words, 1, Generation(2, MEMBERS))
     waiting.join(10)
     assert isinstance(ended[0], Changed)
 
