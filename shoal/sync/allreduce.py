@@ -151,7 +151,8 @@ class AllReduce(Sync):
             self._group = group
             layout, near = self._arena.layout, group.near
             lanes = [self._arena.lane(slot) for slot in near]
-            self._exchange = None if group.far is None else Exchange(layout, group, _WIRE[self._wire])
+            several = len(group.places.members) > 1
+            self._exchange = Exchange(layout, group, _WIRE[self._wire]) if several else None
             place = near.index(group.slot)
             ranges = self._exchange.ranges if self._exchange else owned(layout, place, place + 1, len(near))
             self._slice = Slice(self._arena, self._replica.optimizer, lanes, ranges, self._exchange)

@@ -183,12 +183,9 @@ class Group(Standing):
         leaders = self.places.leaders
         givers = [leaders[host] for host in leaders if has[host]]
         takers = [leaders[host] for host in leaders if not has[host]]
-        if takers and not givers:
-            raise errors.ShoalError(
-                f"generation {self.generation.number} has no worker with the state of commit {self.seq}: all that had "
-                "it leave; resume from a checkpoint"
-            )
         self.behind = not has[self._mine.host]
+        if not givers:  # all that had it leave: the job is over
+            return
         self.gives = tuple(it for at, it in enumerate(takers) if givers[at % len(givers)] == self.slot)
         self.takes = givers[takers.index(self.slot) % len(givers)] if self.slot in takers else None
 

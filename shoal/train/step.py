@@ -177,6 +177,10 @@ class Stepper:
         behind. Changed: the generation is over."""
         if group.far is None or not group.seq:
             return
+        if group.behind and group.leads and group.takes is None:
+            raise errors.ShoalError(
+                f"nobody in generation {group.generation.number} has the state of commit {group.seq}"
+            )
         for slot in group.gives:
             group.far.post_checked(slot, group.seq, RECORD, [memoryview(self._records.pack(group.seq))])
         if group.takes is not None:
