@@ -390,9 +390,7 @@ class Coordinator:
         elif kind == "scale":
             self._post(lambda membership, now: self._wished(membership, worker_id, body))
 
-    def _broken_link(
-        self, worker_id: str, generation: int, slot: int, membership: Membership, now: float
-    ) -> Outcome:
+    def _broken_link(self, worker_id: str, generation: int, slot: int, membership: Membership, now: float) -> Outcome:
         return m.on_broken(membership, worker_id, generation, slot)
 
     def _failed(self, worker_id: str, failure: Any) -> Event:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Literal
 
 import torch
@@ -15,6 +18,7 @@ from shoal.metrics import fault_point
 from shoal.seconds import EXCHANGE
 from shoal.sync import words as w
 from shoal.sync.arena import Arena, shaped
+from shoal.sync.buckets import Tuning
 from shoal.sync.exchange import Exchange
 from shoal.sync.group import Group
 from shoal.sync.hosts import BUFFERS, STATE
@@ -26,7 +30,7 @@ from shoal.sync.replica import Replica, raw_bytes
 from shoal.sync.slices import Slice
 from shoal.sync.sums import bytes_of
 from shoal.sync.sync import State, Sync, Verdict
-from shoal.sync.words import Words
+from shoal.sync.words import Words, tag
 
 # A gradient of at least so many elements goes to the lane as soon as it is there: later it would have left the cache,
 # and kept its memory until then. Smaller ones go together after the backward pass: a call for each costs more than its
@@ -73,22 +77,38 @@ class AllReduce(Sync):
         self._open = False
         small = [index for index, parameter in enumerate(self._parameters) if parameter.numel() < LARGE]
         self._looking = set(small[::_LOOK_EVERY])
-        for index, parameter in enumerate(self._parameters):
-            if index in self._looking or parameter.numel() >= LARGE:
-                trained = parameter.requires_grad
-                parameter.requires_grad_(True)  # a frozen one may be unfrozen later, and takes no hook while frozen
-                parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
-                parameter.requires_grad_(trained)
+        self._hooked: set[int] = set()
+        self._late: set[int] = set()  # tensors whose gradients grew after they seemed to be made
+        self._tuning, self._stepped_s = Tuning(), 0.0
+        self._set_hooks(it for it, one in enumerate(self._parameters) if it in self._looking or one.numel() >= LARGE)
         self._targets = redirect(replica.model, self._target)
+
+    def _set_hooks(self, indices: Iterable[int]) -> None:
+        for index in indices:
+            if index in self._hooked:
+                continue
+            self._hooked.add(index)
+            parameter = self._parameters[index]
+            trained = parameter.requires_grad
+            parameter.requires_grad_(True)  # a frozen one may be unfrozen later, and takes no hook while frozen
+            parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
+            parameter.requires_grad_(trained)
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         def hook(_: torch.Tensor) -> None:
             if self._open:  # if not, it is a backward of the user's own, whose gradients are the user's
                 self._look()
-                if index not in self._looking:
+                if self._parameters[index].numel() >= LARGE:
                     self._to_lane([index])
+                self._made(index)
 
         return hook
+
+    def _made(self, index: int) -> None:
+        """The gradient of this tensor is made, as far as one can tell before backward has ended."""
+        if self._exchange is not None and self.last and (bucket := self._exchange.made(index)):
+            self._to_lane(bucket)
+            self._exchange.announce(index)
 
     def _look(self) -> None:
         """Changed ends the backward early, when its result is not wanted any more."""
@@ -132,7 +152,7 @@ class AllReduce(Sync):
             self._look()
             return self._mark(index)
 
-        return Target(self._parameters[index], self._lane.views[index], mark)
+        return Target(self._parameters[index], self._lane.views[index], mark, partial(self._made, index))
 
     @property
     def model(self) -> str:
@@ -152,7 +172,10 @@ class AllReduce(Sync):
             layout, near = self._arena.layout, group.near
             lanes = [self._arena.lane(slot) for slot in near]
             several = len(group.places.members) > 1
-            self._exchange = Exchange(layout, group, _WIRE[self._wire]) if several else None
+            self._exchange = Exchange(layout, group, _WIRE[self._wire], lanes) if several else None
+            self._stepped_s = 0.0
+            if several:
+                self._set_hooks(range(len(self._parameters)))
             place = near.index(group.slot)
             ranges = self._exchange.ranges if self._exchange else owned(layout, place, place + 1, len(near))
             self._slice = Slice(self._arena, self._replica.optimizer, lanes, ranges, self._exchange)
@@ -207,6 +230,9 @@ class AllReduce(Sync):
     def backward(self, loss: torch.Tensor, weight: float) -> None:
         for parameter in self._parameters:
             parameter.grad = None  # what a backward of the user's own has left is not this step's
+        if self._exchange is not None and self._group is not None and self.last:
+            late = [index for index, one in enumerate(self._parameters) if not one.requires_grad]
+            self._exchange.begin(self._group.seq + 1, self._late.union(late))
         self._set_open(True)
         try:
             super().backward(loss, weight)
@@ -215,6 +241,11 @@ class AllReduce(Sync):
         if self._group is not None:
             self._group.seconds.switch(EXCHANGE)
         self._to_lane(range(len(self._parameters)))
+        if self._exchange is not None and self._exchange.spoiled is not None:
+            # It is used in more than one way, and what was sent of it is not all. From now on it waits.
+            self._late.add(self._exchange.spoiled)
+            assert self._group is not None
+            self._group.renew("a gradient was sent before it was complete")
 
     def _set_open(self, open_: bool) -> None:
         """Gradients go to the lane while the step's own backward runs."""
@@ -222,15 +253,29 @@ class AllReduce(Sync):
         for target in self._targets:
             target.open = open_
 
-    def offer(self, group: Group) -> None:
+    def offer(self, group: Group, *, trains: bool) -> None:
         if self._exchange is not None:
-            self._exchange.tell(self._lane.present)
+            self._exchange.begin(group.seq + 1, ())
+            self._exchange.offer(self._lane.present, trains=trains)
+
+    def give_up(self, group: Group) -> bool:
+        return self._exchange is None or self._exchange.give_up()
+
+    def _tune(self, group: Group, exchange: Exchange) -> None:
+        """Whoever leads the host chooses how large buckets are, for the next step."""
+        now_s = time.perf_counter()
+        if self._stepped_s and self._tuning.note(exchange.choice, now_s - self._stepped_s) and group.rank == 0:
+            print(f"shoal: {self._tuning}", file=sys.stderr)
+        self._stepped_s = now_s
+        group.words.set_buckets(tag(group.generation.number, group.seq + 2), self._tuning.next())
 
     def prepare(self, group: Group, verdict: Verdict) -> float | None:
         seq = group.seq + 1
         norm = None
         self._carried = not verdict.apply
         if not verdict.apply:
+            if not self.give_up(group):
+                group.renew("some trained, others did not")
             if not self._alike:
                 self._slice.carry(seq)
             self._load_buffers(group.seq)  # those of the forward that went wrong are not kept either
@@ -238,7 +283,7 @@ class AllReduce(Sync):
             self._slice.plan(seq)
             scale = None if self._exchange is None else 1.0
             if self._exchange is not None or verdict.clip_norm is not None:
-                self._slice.reduce(seq)
+                self._slice.reduce()
             if verdict.clip_norm is not None:
                 group.words.set_value(group.slot, w.NORM, self._slice.square())
                 group.reduced()
@@ -247,6 +292,8 @@ class AllReduce(Sync):
                 scale = min(1.0, verdict.clip_norm / (norm + 1e-6))
             with self._replica.rates_times(verdict.learning_rate_factor):
                 self._slice.step(seq, scale)
+            if self._exchange is not None and group.leads:
+                self._tune(group, self._exchange)
         self._keep_buffers(group, seq, moved=verdict.apply)
         if group.leads:
             self._arena.frozen_place[seq & 1][0] = self._arena.frozen_place[group.seq & 1][0]

@@ -4,7 +4,7 @@ exchanged as soon as it is reduced."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -12,12 +12,14 @@ import torch
 
 from shoal import errors
 from shoal.metrics import fault_point
+from shoal.sync import words as w
 from shoal.sync.arena import Lane
+from shoal.sync.buckets import CANDIDATES, Buckets
 from shoal.sync.group import Group
 from shoal.sync.layout import Layout
 from shoal.sync.ranges import Run, owned
 from shoal.sync.sums import Sums, Table
-from shoal.sync.words import MAX_MARKS_BYTES
+from shoal.sync.words import MAX_MARKS_BYTES, fence, tag
 
 # Elements of a chunk, about: large enough that Python's share of the time stays small, small enough that hosts add one
 # while the next is on its way.
@@ -25,9 +27,13 @@ CHUNK = 256 * 1024
 
 
 class Exchange:
-    def __init__(self, layout: Layout, group: Group, narrow: torch.dtype | None) -> None:
-        """`narrow`: see `Sums`."""
+    """In one generation. A step begins, its gradients are given bucket by bucket while backward makes them, as far as
+    all workers of this host have them, and the rest when everybody is ready."""
+
+    def __init__(self, layout: Layout, group: Group, narrow: torch.dtype | None, lanes: Sequence[Lane]) -> None:
+        """`narrow`: see `Sums`. `lanes`: of this host's members."""
         assert group.far is not None
+        self._layout, self._group, self._lanes = layout, group, lanes
         self._words, self._far, self._tensors = group.words, group.far, layout.tensors
         self._marks_bytes = -(-layout.tensors // 8)
         if self._marks_bytes > MAX_MARKS_BYTES:
@@ -53,14 +59,78 @@ class Exchange:
         self._marks = b""
         self._told = b""
         self._elsewhere: npt.NDArray[np.uint8] = np.zeros(layout.tensors, dtype=np.uint8)
-        self._work: list[tuple[int, list[tuple[torch.Tensor, list[torch.Tensor]]]]] = []
+        self._work: dict[int, list[tuple[torch.Tensor, list[torch.Tensor]]]] = {}
+        self._cuts: dict[int, tuple[Buckets, dict[int, int]]] = {}
+        self._seq = 0
+        self.choice = 0
+        self._missing: list[set[int]] = []
+        self._written = 0
+        self._left: dict[int, int] = {}  # chunks that are not given yet, and the bits of the buckets they wait for
+        self.spoiled: int | None = None  # a tensor whose gradient grew after its bucket was on its way
 
-    def tell(self, present: npt.NDArray[np.uint8]) -> None:
-        """Say which tensors have a gradient here. Before the ready word."""
+    # While backward runs.
+
+    def begin(self, seq: int, late: Collection[int]) -> None:
+        """Of the step towards commit `seq`, which others may have begun. `late`: tensors whose gradients are not known
+        to be complete before backward has ended."""
+        if seq == self._seq:
+            return
+        self._seq, step = seq, tag(self._group.generation.number, seq)
+        self.choice = self._words.buckets(step)
+        if self.choice not in self._cuts:
+            buckets = Buckets.cut(self._layout, CANDIDATES[self.choice])
+            bits = {chunk: buckets.bits(self._layout, piece) for chunk, piece in self._pieces.items()}
+            order = sorted(bits, key=lambda chunk: (bits[chunk].bit_length(), -chunk))
+            self._cuts[self.choice] = buckets, {chunk: bits[chunk] for chunk in order}
+        self._buckets, waits = self._cuts[self.choice]
+        self._left, self._written, self.spoiled = dict(waits), 0, None
+        self._missing = self._buckets.missing(late)
+        self._words.put(self._group.slot, w.WRITTEN, 0)
+        self._words.put(self._group.slot, w.WRITTEN_OF, step)
+        self._sums.begin(seq, self._values)
+
+    def made(self, index: int) -> tuple[int, ...]:
+        """Backward has made the gradient of this tensor. The tensors of its bucket, if all of them are made now: call
+        `announce` when they lie in the lane."""
+        bucket = self._buckets.of[index]
+        if self._written >> bucket & 1:
+            self.spoiled = index
+            return ()
+        missing = self._missing[bucket]
+        if index not in missing:
+            return ()
+        missing.discard(index)
+        return () if missing else self._buckets.tensors[bucket]
+
+    def announce(self, index: int) -> None:
+        self._written |= 1 << self._buckets.of[index]
+        self._words.put(self._group.slot, w.WRITTEN, self._written)
+        self.advance()
+
+    def advance(self) -> None:
+        """Give what all workers of this host have written, and add what has come from others."""
+        words, step = self._words, tag(self._group.generation.number, self._seq)
+        there = -1
+        for slot in self._group.near:
+            there &= words.get(slot, w.WRITTEN) if words.get(slot, w.WRITTEN_OF) == step else 0
+        fence()
+        for chunk in [chunk for chunk, bits in self._left.items() if bits & there == bits]:
+            piece = self._pieces[chunk]
+            _add(self._values[chunk], [lane.flat[piece.segment][piece.lo : piece.hi] for lane in self._lanes])
+            self._sums.give(chunk)
+            del self._left[chunk]
+        self._sums.poll()
+
+    # Around the ready words.
+
+    def offer(self, present: npt.NDArray[np.uint8], *, trains: bool) -> None:
+        """Say which tensors have a gradient here, and whether there are any at all. Before the ready word."""
         marks = np.packbits(present).tobytes()
         if marks != self._told:
             self._told = marks
             self._far.tell_marks(marks)
+        step = tag(self._group.generation.number, self._seq)
+        self._words.put(self._group.slot, w.GAVE, step if trains else 0)
 
     def elsewhere(self) -> npt.NDArray[np.uint8]:
         """Which tensors have a gradient on other hosts. After the ready words."""
@@ -76,29 +146,46 @@ class Exchange:
         start, buffer = self._buffers[segment]
         return buffer[lo - start : hi - start]
 
-    def plan(self, runs: Sequence[Run], lanes: Sequence[Lane]) -> None:
+    def plan(self, runs: Sequence[Run]) -> None:
         """Of what each chunk is made up, until the next plan."""
-        self._work = []
+        self._work = {}
         for chunk, piece in self._pieces.items():
-            sources = []
+            sources = self._work[chunk] = []
             for run in runs:
                 lo, hi = max(run.lo, piece.lo), min(run.hi, piece.hi)
                 if run.segment == piece.segment and lo < hi and run.stepped:
-                    parts = [lanes[lane].flat[run.segment][lo:hi] for lane in run.lanes]
+                    parts = [self._lanes[lane].flat[run.segment][lo:hi] for lane in run.lanes]
                     sources.append((self.view(run.segment, lo, hi), parts))
-            self._work.append((chunk, sources))
 
-    def run(self, seq: int) -> None:
-        """Reduce and exchange the chunks of commit `seq`."""
-        self._sums.begin(seq, self._values)
-        for at, (chunk, sources) in enumerate(self._work):
-            if at == len(self._work) // 2:
+    def run(self) -> None:
+        """Give the chunks that are left, and take all sums."""
+        left = list(self._left)
+        for at, chunk in enumerate(left):
+            if at == len(left) // 2:
                 fault_point("reduce")
-            for target, parts in sources:
+            for target, parts in self._work[chunk]:
                 _add(target, parts)
             self._sums.give(chunk)
+        if not left:
+            fault_point("reduce")
+        self._left = {}
         for _ in self._sums.take():
             pass
+
+    def give_up(self) -> bool:
+        """The step does not come. False: some have given of it and others have not, so that what they gave is in the
+        way of whatever comes next: the generation must begin again."""
+        step = tag(self._group.generation.number, self._seq)
+        gave = {self._words.get(slot, w.GAVE) == step for slot in self._group.slots}
+        if gave == {True}:
+            for chunk in self._left:
+                self._sums.give(chunk)  # whatever it holds
+            self._left = {}
+            for _ in self._sums.take():
+                pass
+        elif gave == {False}:
+            self._sums.abandon()
+        return len(gave) == 1
 
 
 def _add(target: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from shoal import errors
 from shoal.control.generation import Generation, Member
@@ -188,6 +189,12 @@ class Group(Standing):
             return
         self.gives = tuple(it for at, it in enumerate(takers) if givers[at % len(givers)] == self.slot)
         self.takes = givers[takers.index(self.slot) % len(givers)] if self.slot in takers else None
+
+    def renew(self, why: str) -> NoReturn:
+        """What is on its way between hosts is of no use: have the generation begin again. Raises Changed."""
+        assert self.far is not None
+        self.far.renew(why)
+        raise Changed
 
     def adopt(self) -> None:
         """The state of a host that was behind is there: whoever leads it says so, the others wait for that."""

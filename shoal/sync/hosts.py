@@ -96,7 +96,7 @@ class Relay:
     def __init__(self, words: Words, notice: Notice, address: str, on_broken: Callable[[int, int, str], None]) -> None:
         """`address`: that of this host to listen at. `on_broken` is called on the wire's thread, with a generation, the
         slot of whom is not heard any more, and why."""
-        self._words, self._notice, self._on_broken = words, notice, on_broken
+        self._words, self._notice, self.on_broken = words, notice, on_broken
         self.problem: Exception | None = None
         self.connected_to = 0  # the generation whose workers have all been reached
         self._mirrored: list[int] = []
@@ -136,7 +136,7 @@ class Relay:
 
     def broken(self, generation: int, slot: int, why: str) -> None:
         self._notice.tell_broken(generation)
-        self._on_broken(generation, slot, why)
+        self.on_broken(generation, slot, why)
 
     def failed(self, problem: Exception) -> None:
         self.problem = problem
@@ -218,6 +218,10 @@ class Far:
         elif kind == _MARKS:
             self._words.set_marks(slot, bytes(body[:MAX_MARKS_BYTES]))
         self._expect_note(slot)
+
+    def renew(self, why: str) -> None:
+        """As if a connection had ended: the coordinator has the generation begin again."""
+        self._relay.on_broken(self.number, self.leaders[0], why)
 
     # What is larger.
 

@@ -20,11 +20,15 @@ SMALLEST = 1_000_000
 class Target:
     """A place in the lane for one weight. It belongs to one model: copies and pickles of that model come without it."""
 
-    def __init__(self, parameter: torch.Tensor, view: torch.Tensor, mark: Callable[[], bool]) -> None:
-        """`mark()` says that the tensor gets a gradient; whether it had one already in this step."""
+    def __init__(
+        self, parameter: torch.Tensor, view: torch.Tensor, mark: Callable[[], bool], made: Callable[[], None]
+    ) -> None:
+        """`mark()` says that the tensor gets a gradient; whether it had one already in this step. `made()` is called
+        when it has got it."""
         self.parameter = parameter
         self.view = view
         self.mark = mark
+        self.made = made
         self.open = False  # only while the step's own backward runs; any other backward is the user's business
 
     def write(self, gradient: torch.Tensor, inputs: torch.Tensor) -> None:
@@ -33,6 +37,7 @@ class Target:
             self.view.addmm_(rows.t(), columns)
         else:
             torch.mm(rows.t(), columns, out=self.view)
+        self.made()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None

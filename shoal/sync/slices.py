@@ -60,12 +60,12 @@ class Slice:
             self._steppers = [self._stepper(run) for run in self._runs]
             self._general = [None, None]
             if self._exchange is not None:
-                self._exchange.plan(self._runs, self._lanes)
+                self._exchange.plan(self._runs)
 
-    def reduce(self, seq: int) -> None:
+    def reduce(self) -> None:
         """Reduce the slice into private memory, over all hosts. Changed, when one of them is not heard any more."""
         if self._exchange is not None:
-            self._exchange.run(seq)
+            self._exchange.run()
             self._gradients = {
                 index: self._exchange.view(run.segment, run.lo, run.hi)
                 for index, run in enumerate(self._runs)

@@ -59,7 +59,6 @@ class _Owned:
 
     values: torch.Tensor
     parts: dict[int, torch.Tensor] = field(default_factory=dict)  # by host
-    given: bool = False
 
 
 class Sums:
@@ -110,22 +109,39 @@ class Sums:
             )
 
     def take(self) -> Iterator[int]:
-        """The chunks whose sums are there, as they come, until all are. Changed, when the generation is over."""
+        """The chunks whose sums are there, as they come, until all are. Changed, when the generation is over. Which of
+        them `poll` has seen is not told."""
         while self._owned or self._awaited:
             chunk = next(iter(self._awaited or self._owned))
             waited = self._table.owner(chunk) if chunk in self._awaited else self._missing(chunk)
-            chunk, host, part = self._far.wait(self._table.slot(chunk, waited), self._arrived)
-            if (awaited := self._awaited.pop(chunk, None)) is not None:
-                if part is not awaited:
-                    awaited.copy_(part)
-                yield chunk
-                continue
-            owned = self._owned[chunk]
-            owned.parts[host] = part
-            if len(owned.parts) == len(self._table.hosts):
-                self._add(chunk, owned)
-                del self._owned[chunk]
-                yield chunk
+            arrived = self._far.wait(self._table.slot(chunk, waited), self._arrived)
+            if self._handle(*arrived):
+                yield arrived[0]
+
+    def poll(self) -> None:
+        """Add what has come, and wait for nothing."""
+        while not self._arrived.empty():
+            if (arrived := self._arrived.get()) is not None:
+                self._handle(*arrived)
+
+    def _handle(self, chunk: int, host: int, part: torch.Tensor) -> bool:
+        """Whether the chunk's sum is there now."""
+        if (awaited := self._awaited.pop(chunk, None)) is not None:
+            if part is not awaited:
+                awaited.copy_(part)
+            return True
+        owned = self._owned[chunk]
+        owned.parts[host] = part
+        if len(owned.parts) < len(self._table.hosts):
+            return False
+        self._add(chunk, owned)
+        del self._owned[chunk]
+        return True
+
+    def abandon(self) -> None:
+        """Of the step nothing was given, by anybody: it does not come."""
+        self._owned, self._awaited = {}, {}
+        self._far.wire.forget(self._far.number, frame_tag(self._step, PART, 0), frame_tag(self._step, SUM, -1))
 
     def _missing(self, chunk: int) -> int:
         there = self._owned[chunk].parts

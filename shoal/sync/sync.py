@@ -40,6 +40,7 @@ class Sync(ABC):
     a step is this worker's own, and `group.seq` counts those.
     """
 
+    last = True  # whether the backward that comes next is the last of this worker's step
     lockstep: bool = True  # all workers commit each step together; if not, each goes at its own pace
 
     @abstractmethod
@@ -76,8 +77,13 @@ class Sync(ABC):
         """Compute the gradients of one micro-batch, times the weight."""
         loss.backward(gradient=torch.full_like(loss, weight))  # type: ignore[no-untyped-call]
 
-    def offer(self, group: Group) -> None:  # noqa: B027, most have nothing to tell
-        """The gradients are there: tell what others must know of them before the ready word."""
+    def offer(self, group: Group, *, trains: bool) -> None:  # noqa: B027, most have nothing to tell
+        """The gradients of a step are there, or there are none because this worker edits or evaluates: tell what others
+        must know of it before the ready word."""
+
+    def give_up(self, group: Group) -> bool:
+        """After the ready words: the step is not made. Whether the generation can go on."""
+        return True
 
     @abstractmethod
     def prepare(self, group: Group, verdict: Verdict) -> float | None:

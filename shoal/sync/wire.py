@@ -139,6 +139,10 @@ class Wire:
         """As `expect`, of a frame whose size is not known: `then` gets it."""
         self._ask(partial(self._expect, generation, slot, tag, _Expected(None, most_bytes, then)))
 
+    def forget(self, generation: int, first: int, last: int) -> None:
+        """Frames with tags from `first` to `last`, of which none has been sent, are not expected any more."""
+        self._ask(partial(self._forget, generation, first, last))
+
     def close(self) -> None:
         """End every connection; what is asked of the wire from here on is ignored."""
         self._ask(self._shut)
@@ -243,6 +247,11 @@ class Wire:
         connection = self._connections.get(slot)
         if connection is not None and not connection.reading:
             self._frame_begins(connection)
+
+    def _forget(self, generation: int, first: int, last: int) -> None:
+        if generation == self._generation:
+            kept = {key: it for key, it in self._expected.items() if not first <= key[1] <= last}
+            self._expected = kept
 
     # Greetings: hello; the acceptor proves that it has the key, then the caller; welcome.
 

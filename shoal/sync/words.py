@@ -15,8 +15,9 @@ from shoal.control.generation import MAX_SLOTS
 from shoal.sync.memory import HostMemory, map_bytes
 
 # A slot's words, by index of 8 bytes within its two cache lines. TOLD: the COMMIT of its host when it acknowledged, and
-# INCUMBENT: whether it has had a state before; both for workers of other hosts.
-BELL, ACK, READY, REDUCED, DONE, SEEN, STATEMENT, NAMES, TOLD, INCUMBENT = range(10)
+# INCUMBENT: whether it has had a state before; GAVE: the step whose gradients it gives; for workers of other hosts.
+# WRITTEN_OF, WRITTEN: which buckets of a step's gradients lie in its lane, as bits; for workers of its own host.
+BELL, ACK, READY, REDUCED, DONE, SEEN, STATEMENT, NAMES, TOLD, INCUMBENT, GAVE, WRITTEN_OF, WRITTEN = range(13)
 _LINE = 16
 
 # A slot's values (64-bit floats), valid once READY (or REDUCED, for the norm) carries the tag.
@@ -25,7 +26,7 @@ MAX_METRICS = 28
 _VALUES = 32
 MAX_NAMES_BYTES = 4000
 
-_COMMIT, _LAYOUT, _NAMES_BYTES, _GREETING = 0, 8, 16, 24
+_COMMIT, _LAYOUT, _NAMES_BYTES, _GREETING, _BUCKETS = 0, 8, 16, 24, 48
 _NAMES_AT = 64
 _SLOTS_AT = 4096
 _VALUES_AT = _SLOTS_AT + MAX_SLOTS * _LINE * 8
@@ -136,6 +137,17 @@ class Words:
         self._u64[at + 1] = len(text)
         self._u64[at] = generation
 
+    def buckets(self, step: int) -> int:
+        """What whoever leads this host has chosen for the step of that tag; 0 where it has not."""
+        at = _BUCKETS // 8
+        return self._u64[at + 1] if self._u64[at] == step else 0
+
+    def set_buckets(self, step: int, choice: int) -> None:
+        """For a step that nobody begins before this worker's next done word."""
+        at = _BUCKETS // 8
+        self._u64[at + 1] = choice
+        self._u64[at] = step
+
     def statement(self, slot: int) -> bytes:
         """What the slot's worker said it brings to the next commit, as far as it fits. Read it after READY."""
         at = _STATEMENTS_AT + slot * _STATEMENT_BYTES
@@ -193,7 +205,7 @@ class Words:
         """Write what a worker of another host has told, in an order in which it might have been written here."""
         self._map[_VALUES_AT + slot * _VALUES * 8 : _VALUES_AT + (slot + 1) * _VALUES * 8] = bytes(line[_LINE * 8 :])
         told = line[: _LINE * 8].cast("Q")
-        for word in (TOLD, INCUMBENT, STATEMENT, NAMES, SEEN, READY, REDUCED, DONE, ACK):
+        for word in (TOLD, INCUMBENT, STATEMENT, NAMES, SEEN, GAVE, READY, REDUCED, DONE, ACK):
             self.put(slot, word, told[word])
         self.ring(slot)
 

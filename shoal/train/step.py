@@ -60,7 +60,7 @@ class Stepper:
         comes again. True: all members now enter a newer generation. Changed: this worker does not know; if `pending`
         is set, what is committed in the next generation says whether it was this."""
         self.pending = None
-        if (editor := self._vote(group, record, pass_, attempt)) is not None:
+        if (editor := self._vote(group, pass_, attempt)) is not None:
             return None, self._commit_edit(group, record, editor)
         after = advance(cursor, attempt.batch)
         tally = self._ballot.tally(group)
@@ -98,7 +98,7 @@ class Stepper:
         """Commit that this worker's samples are counted. False, first: an edit was committed instead, and they come
         again. True, second: all members now enter a newer generation."""
         self.pending = None
-        if (editor := self._vote(group, record, pass_, attempt)) is not None:
+        if (editor := self._vote(group, pass_, attempt)) is not None:
             return False, self._commit_edit(group, record, editor)
         after = replace(advance(cursor, attempt.batch), step=cursor.step, samples=cursor.samples)
         tally, begun = self._ballot.tally(group), record.pass_index == pass_.index
@@ -125,14 +125,14 @@ class Stepper:
         self._sync.settle(group)
         return True, planned
 
-    def _vote(self, group: Group, record: Record, pass_: Pass, attempt: Attempt) -> int | None:
+    def _vote(self, group: Group, pass_: Pass, attempt: Attempt) -> int | None:
         """Everybody says what it brings to the next commit. The rank of an editor, if there is one: its edit is
         committed instead."""
         fault_point("lane")
         if group.rank == 0 and not self.fresh:
             self._greet(group)
         self._ballot.post(group, FRESH if self.fresh else TRAIN, attempt)
-        self._sync.offer(group)
+        self._sync.offer(group, trains=pass_.train)
         self.before_ready(group.seq + 1)
         group.ready()
         self.newest_pass = self._ballot.newest_pass(group)
@@ -149,6 +149,7 @@ class Stepper:
     def edit(self, group: Group, record: Record) -> bool:
         """Commit parameters that this worker changed privately. True: all members now enter a newer generation."""
         self._ballot.post(group, EDIT)
+        self._sync.offer(group, trains=False)
         self.before_ready(group.seq + 1)
         group.ready()
         editor = self._ballot.editor(group)
@@ -217,6 +218,7 @@ class Stepper:
             self._replica.take_text(text)
 
     def _commit_edit(self, group: Group, record: Record, editor: int) -> bool:
+        goes_on = self._sync.give_up(group)
         self._sync.edit(group, editor)
         if self.fresh and group.leads:
             self._take_greeting(group)  # it writes them down for this host, and has none of its own yet
@@ -232,6 +234,10 @@ class Stepper:
             step_lo=at, step_hi=at, lo=at, hi=at, ids_digest=digest([]), skipped=False,
         ))  # fmt: skip
         planned = group.commit()
+        if not goes_on:
+            assert group.far is not None
+            group.far.renew("an edit came between")
+            planned = True
         self._sync.enter(group)  # not only settle: buffers and hyperparameters are the editor's now, on every rank
         self.enter(self._records.read(group.seq))
         self._greeted = 0

@@ -133,7 +133,9 @@ class ThreadWorker:
         lo, hi = split(batch, self.group.rank, self.group.size)
         attempt = Attempt(0, batch, lo, hi, 0.0)
         self.sync.begin()
-        for start, end in micro(lo, hi, accumulate):
+        micros = micro(lo, hi, accumulate)
+        for at, (start, end) in enumerate(micros, start=1):
+            self.sync.last = at == len(micros)
             mine = torch.tensor(ids[start:end])
             attempt.ids.append(np.array(ids[start:end], dtype=np.int64))
             if len(mine) and (value := loss(self.model, mine)) is not None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn, optim
 from torch.nn import functional as F
 
+from shoal.errors import Changed
 from shoal.sync.allreduce import AllReduce
 from shoal.train.attempt import Policy
 from tests.sync.harness import Host, ThreadWorker, state_of
@@ -211,3 +212,135 @@ def test_a_narrow_wire_loses_nothing_for_good_and_hosts_agree_on_every_bit(wire:
     moved = wanted["weight"] - make()[0].weight.detach()
     off = (state_of(workers[0].model)["weight"] - wanted["weight"]).abs().max() / moved.abs().max()
     assert off < 2e-4  # one rounding at most, after 200; without feedback it would be the same error each time
+
+
+def large() -> Made:
+    """With a layer whose gradient goes straight to the lane, and small ones around it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 1024), nn.Tanh(), nn.Linear(1024, 1024), nn.Tanh(), nn.Linear(1024, 3)).double()
+    return model, optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+@pytest.mark.parametrize("layout", [(1, 1), (2, 1)], ids=str)
+def test_gradients_are_on_their_way_before_backward_has_ended(layout: tuple[int, ...], tmp_path: Path) -> None:
+    workers = workers_on(tmp_path, layout, large)
+    begin(1, workers)
+    left: list[int] = []
+
+    def ready(worker: ThreadWorker) -> None:
+        exchange = worker.sync._exchange  # type: ignore[attr-defined]
+        offer = exchange.offer
+
+        def counted(present: Any, *, trains: bool) -> None:
+            left.append(len(exchange._left))
+            offer(present, trains=trains)
+
+        exchange.offer = counted
+
+    for worker in workers:
+        ready(worker)
+    # Enough steps to have tried out every number of buckets.
+    train(workers, BATCHES * 3)
+    assert 0 in left  # everything was given by then
+    same(state_of(workers[0].model), alone(*large(), batches=BATCHES * 3), 1e-9)
+
+
+@pytest.mark.parametrize("accumulate", [2, 3])
+def test_accumulated_gradients_are_sent_once_they_are_complete(accumulate: int, tmp_path: Path) -> None:
+    workers = workers_on(tmp_path, (2, 1), large)
+    begin(1, workers)
+    for ids in BATCHES * 3:
+        Host.together(workers, lambda one, ids=ids: one.step(ids, mean_loss, accumulate))
+    same(state_of(workers[2].model), alone(*large(), batches=BATCHES * 3), 1e-9)
+
+
+def test_a_gradient_that_grows_after_it_was_sent_makes_the_step_come_again_and_waits_from_then_on(
+    tmp_path: Path,
+) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first = nn.Linear(6, 1024).double()
+            self.twice = nn.Linear(1024, 1024, bias=False).double()
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            outputs: torch.Tensor = self.twice(torch.tanh(self.twice(self.first(inputs))))
+            return outputs[:, :3]
+
+    def make() -> Made:
+        model = Twice()
+        return model, optim.SGD(model.parameters(), lr=0.01)
+
+    workers = workers_on(tmp_path, (1, 1), make)
+    begin(1, workers)
+    ended: list[int] = []
+
+    def step(one: ThreadWorker, ids: Sequence[int]) -> None:
+        try:
+            one.step(ids, mean_loss)
+        except Changed:
+            ended.append(one.slot)
+            # As the coordinator does when it is told of a connection that ended.
+            assert one.broken
+
+    number, batches = 1, list(BATCHES * 3)
+    while batches:
+        ended.clear()
+        Host.together(workers, lambda one: step(one, batches[0]))
+        if ended:
+            assert sorted(ended) == [0, 1]
+            number += 1
+            begin(number, workers)
+        else:
+            batches.pop(0)
+    assert 1 < number <= 4  # once for each tensor of the layer at most
+    same(state_of(workers[0].model), alone(*make(), batches=BATCHES * 3), 1e-9)
+
+
+def test_a_loss_that_is_not_finite_on_one_host_is_skipped_on_all(tmp_path: Path) -> None:
+    def make() -> Made:
+        model = mlp()
+        return model, OPTIMIZERS["AdamW"](model.parameters())
+
+    def loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+        value = mean_loss(model, ids)
+        return value * torch.nan if bad and 0 in ids else value
+
+    workers = workers_on(tmp_path, (1, 2), make, policy=Policy(nan="skip"))
+    begin(1, workers)
+    for at, ids in enumerate(BATCHES):
+        bad = at == 3
+        train(workers, [[*range(13)] if bad else ids], loss)
+    kept = [ids for at, ids in enumerate(BATCHES) if at != 3]
+    same(state_of(workers[1].model), alone(*make(), batches=kept), 1e-10)
+
+
+def test_when_some_train_and_one_edits_the_edit_counts_and_the_generation_begins_again(tmp_path: Path) -> None:
+    workers = workers_on(tmp_path, (1, 1), large)
+    begin(1, workers)
+    train(workers, BATCHES[:6])
+    before = state_of(workers[0].model)
+
+    def edit_or_train(one: ThreadWorker) -> None:
+        if one.slot:
+            attempt_step(one)
+            return
+        one.sync.open_edit()
+        with torch.no_grad():
+            for parameter in one.model.parameters():
+                parameter.mul_(0.5)
+        assert one.stepper.edit(one.group, one.record)  # a newer generation follows
+        one.record = one.records.read(one.group.seq)
+
+    def attempt_step(one: ThreadWorker) -> None:
+        with pytest.raises(AssertionError):
+            one.step(BATCHES[6], mean_loss)  # which says that nothing was committed of it
+        one.record = one.records.read(one.group.seq)
+
+    Host.together(workers, edit_or_train)
+    assert all(one.broken for one in workers)
+    for worker in workers:
+        same(state_of(worker.model), {name: 0.5 * value for name, value in before.items()}, 0)
+    begin(2, workers)
+    train(workers, BATCHES[6:])
