@@ -30,6 +30,7 @@ class WorkerEnvironment:
     checkpoint_keep: int = DEFAULT_KEEP
     resume: str = ""  # path of the checkpoint that the job goes on from
     init_from: str = ""  # path of weights that the job begins with
+    address: str = ""  # where its data plane listens, for other hosts; none: the job has one host
 
     def to_env(self) -> dict[str, str]:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
