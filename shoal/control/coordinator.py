@@ -467,6 +467,9 @@ class Coordinator:
         await self._admit(context)
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         kind, body = protocol.kind_of(request)
+        if kind == "describe":
+            described = {"dir": str(self.run_dir.path), "settings": self.run_dir.settings()}
+            return CommandReply(status_json=json.dumps(described))
 
         def event(membership: Membership, now: float) -> Outcome:
             outcome: Outcome = (membership, [])

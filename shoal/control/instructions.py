@@ -61,7 +61,7 @@ class SetTarget:
     finishing: bool
     number: int = field(default=0, compare=False)
     shares: Mapping[str, int] = field(default_factory=dict, compare=False)  # by host
-    next_worker: int = field(default=0, compare=False)  # a number that no worker has had yet
+    next_workers: Mapping[str, int] = field(default_factory=dict, compare=False)  # of each host, as yet unused
 
     def share(self, host: str) -> int:
         return self.shares.get(host, 0)

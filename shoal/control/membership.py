@@ -90,7 +90,8 @@ class Membership:
     last_fault: int = 0  # the number of the newest generation with a fault
     seniority: int = 0  # the last one given
     started: int = 0  # how many workers ever came
-    next_worker: int = 0  # a number that no worker's name has
+    next_worker: int = 0  # numbers below it were used before this job began
+    next_workers: Mapping[str, int] = field(default_factory=dict)  # of each host, the number after the highest used
     hosts: tuple[Host, ...] = ()  # in the order in which they fill
     dropped: tuple[str, ...] = ()  # lives of launchers that the job goes on without
     outcasts: tuple[str, ...] = ()  # their workers, of whose death nobody has told
@@ -155,10 +156,11 @@ def on_join(
     """
     if worker_id in membership.outcasts:
         return membership, [Fence(worker_id)]
+    number = number_of(worker_id) + 1
     membership = replace(
         membership,
         number=max(membership.number, generation),
-        next_worker=max(membership.next_worker, number_of(worker_id) + 1),
+        next_workers={**membership.next_workers, host: max(number, membership.next_workers.get(host, 0))},
     )
     known = membership.worker(worker_id)
     if launched and (here := membership.host(host)) is not None and here.idle:
@@ -614,9 +616,8 @@ def _set_target(membership: Membership, target: int, finishing: bool) -> Outcome
 
 def _told_target(membership: Membership) -> SetTarget:
     shares = {host.name: host.share for host in membership.hosts}
-    return SetTarget(
-        membership.target, membership.finishing, membership.targets, shares, next_worker=membership.next_worker
-    )
+    numbers = {name: max(membership.next_worker, membership.next_workers.get(name, 0)) for name in shares}
+    return SetTarget(membership.target, membership.finishing, membership.targets, shares, numbers)
 
 
 def shed(membership: Membership, active: list[Worker]) -> Outcome:

@@ -105,12 +105,12 @@ def target_to_wire(target: SetTarget, host: str) -> dict[str, Any]:
         "finishing": target.finishing,
         "number": target.number,
         "total": target.target,
-        "next_worker": target.next_worker,
+        "next_worker": target.next_workers.get(host, 0),
     }
 
 
 def target_from_wire(body: Any, host: str) -> SetTarget:
-    return SetTarget(body.total, body.finishing, body.number, {host: body.n}, body.next_worker)
+    return SetTarget(body.total, body.finishing, body.number, {host: body.n}, {host: body.next_worker})
 
 
 def stop_from_wire(body: Any) -> Stop:

@@ -91,6 +91,7 @@ def rebuild(
     target = founding.target if heard is None else heard.target
     hosts = _hosts(founding, rosters)
     names = (*slots, *workers, *(worker_id for roster in rosters for worker_id in (*roster.live, *roster.gone)))
+    next_worker = max([founding.next_worker, *(number_of(worker_id) + 1 for worker_id in names)])
     membership = replace(
         founding,
         target=target,
@@ -105,7 +106,7 @@ def rebuild(
         finishing=any(it is not None and it.finishing for it in (newest, heard)) or stopping is not None,
         stopping=stopping,
         hosts=hosts,
-        next_worker=max([founding.next_worker, *(number_of(worker_id) + 1 for worker_id in names)]),
+        next_worker=next_worker,
     )
     if sum(host.share for host in hosts) < target:
         membership = replace(membership, hosts=spread(hosts, target), targets=membership.targets + 1)
