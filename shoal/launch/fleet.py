@@ -8,7 +8,6 @@ import os
 import shlex
 import signal
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -154,7 +153,7 @@ class Fleet:
             if founder and not end.up:
                 return self._on_unusable(error)
             founder = False
-            self._cool_down, rest_s = self._cool_down.on_end(name, end.lived_s if end.up else 0.0, time.monotonic())
+            self._cool_down, rest_s = self._cool_down.on_end(name, end.lived_s if end.up else 0.0)
             self._screen.say(f"{error}; it is tried again in {rest_s:g} s")
             await asyncio.sleep(rest_s)
 

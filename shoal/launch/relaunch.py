@@ -110,7 +110,7 @@ class CoolDown:
     healthy_s: float = 60.0
     in_vain: Mapping[str, int] = field(default_factory=dict)  # by host
 
-    def on_end(self, host: str, lived_s: float, now: float) -> tuple[CoolDown, float]:
+    def on_end(self, host: str, lived_s: float) -> tuple[CoolDown, float]:
         """Its launcher was in the job for that long. The rest that follows."""
         before = 0 if lived_s >= self.healthy_s else self.in_vain.get(host, 0)
         rest_s = min(self.first_s * 2.0 ** min(before, 64), self.longest_s)
