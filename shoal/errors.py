@@ -12,10 +12,12 @@ ShoalError                      what shoal raises
 │   ├── OutOfSharedMemory       the arena does not fit
 │   ├── RunDirUnusable          not a run directory, or another job's
 │   ├── CheckpointUnusable      damaged, of a newer version, or of another model
+│   ├── HostUnusable            a host cannot be reached, has no shoal, or another version
 │   ├── JobNotFound             no job of that name answers
 │   └── TokenRefused            the token is missing or not the job's
 ├── RestartBudgetSpent          workers died more often than the budget allows
 ├── CoordinatorLost             the coordinator ended, or does not answer
+├── HostLost                the launcher of another host ended, or does not answer
 ├── ForkServerLost              the process that forks the workers ended
 ├── LoaderLost                  a loader process of a worker was killed; the worker ends, and is replaced
 └── Changed                     internal: the generation changed, the step comes again
@@ -72,6 +74,10 @@ class CheckpointUnusable(UserMistake):
     pass
 
 
+class HostUnusable(UserMistake):
+    pass
+
+
 class JobNotFound(UserMistake):
     pass
 
@@ -85,6 +91,10 @@ class RestartBudgetSpent(ShoalError):
 
 
 class CoordinatorLost(ShoalError):
+    pass
+
+
+class HostLost(ShoalError):
     pass
 
 

@@ -15,7 +15,9 @@ from shoal.checkpoints import Checkpoint
 from shoal.cli.shell import one_line
 from shoal.control.environment import WorkerEnvironment
 from shoal.control.rundir import Committed, RunDir
-from shoal.launch.job import BEGINNING, Ending, Job, Origin
+from shoal.launch.fleet import fleet_of
+from shoal.launch.host import Ending
+from shoal.launch.job import BEGINNING, Job, Origin
 from shoal.launch.local import LocalLauncher
 from shoal.launch.screen import Screen
 from shoal.launch.settings import JobSettings
@@ -60,6 +62,7 @@ def run_job(
         resume=str(checkpoint.path) if checkpoint is not None else "",
         init_from=settings.init_from,
     )
+    fleet, environment = fleet_of(settings, run_dir, environment)
     make_launcher = functools.partial(
         LocalLauncher,
         Path(settings.script),
@@ -82,6 +85,7 @@ def run_job(
             screen,
             origin,
             settings.log_bytes,
+            fleet,
         )
         return await job.run(make_launcher)
 

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from shoal import checkpoints, errors
+from shoal.cli.hosts import named_hosts
 from shoal.cli.job import check_script, resumed, run_job
 from shoal.cli.options import DirOption, InitOption, JobArgument, QuietOption, WorkersOption, normalized, parse_bytes
 from shoal.cli.shell import app
@@ -37,6 +38,8 @@ class OnErrorChoice(str, Enum):
 `shoal run -n 4 train.py` — four workers
 
 `shoal run -n 2:8 train.py --lr 0.1` — elastic: pauses below two, grows to eight; what follows the script is its own
+
+`shoal run -H server1:4,server2:4 train.py` — on two hosts, over ssh
 
 `shoal run -n 4 --dir runs/a --memory 2G --threads 2 --no-pin train.py`
 
@@ -89,11 +92,29 @@ def run(
             metavar="[HOST:]PORT", help="Serve figures for Prometheus there, on loopback if no host is named."
         ),
     ] = None,
+    hosts: Annotated[
+        str | None, typer.Option("-H", "--hosts", metavar="HOST:SLOTS,…", help="Keep the workers on these hosts.")
+    ] = None,
+    hostfile: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The hosts, a line of HOST:SLOTS for each.")
+    ] = None,
+    discover: Annotated[
+        Path | None,
+        typer.Option(metavar="SCRIPT", help="Run it now and then: it prints the hosts there are, as a hostfile."),
+    ] = None,
+    address: Annotated[
+        str | None, typer.Option(metavar="IP", help="The address of this machine that other hosts reach.")
+    ] = None,
+    ssh: Annotated[str, typer.Option(metavar="COMMAND", help="The ssh client, with options it needs.")] = "ssh",
+    remote_python: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Python on the other hosts; the same path as here if left out.")
+    ] = None,
     quiet: QuietOption = False,
 ) -> int:
-    """Train with a script on this machine, while workers come and go."""
-    cores = len(os.sched_getaffinity(0))
-    size = parse_size(workers if workers is not None else str(cores), cores)
+    """Train with a script, on this machine or on several, while workers come and go."""
+    specs = named_hosts(hosts, hostfile, discover, Timeouts(budget_s))
+    places = sum(spec.slots for spec in specs) if specs else len(os.sched_getaffinity(0))
+    size = parse_size(workers if workers is not None else str(places), places)
     if metrics_port is not None:
         prometheus.check_free(*prometheus.parse_address(metrics_port))
     settings = JobSettings(
@@ -115,6 +136,12 @@ def run(
         checkpoint_every=checkpoint_every,
         checkpoint_keep=keep,
         init_from=str(init_from.absolute()) if init_from is not None else "",
+        hosts=",".join(spec.written for spec in specs),
+        discover=str(discover.absolute()) if discover is not None else "",
+        address=address or "",
+        ssh=ssh,
+        remote_python=remote_python or "",
+        follows_slots=workers is None or ":" in workers,
     )
     check_script(script)
     if init_from is not None:

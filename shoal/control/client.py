@@ -8,13 +8,14 @@ import math
 import os
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shoal.control import protocol
 from shoal.control.borrowed import Borrowed
-from shoal.control.generation import Generation
+from shoal.control.generation import MAX_SLOTS, Generation
 from shoal.control.instructions import SetTarget, Stop
 from shoal.control.link import Link, close_inherited
 from shoal.control.protocol import FromLauncher, FromWorker, ToLauncher, ToWorker
@@ -244,8 +245,19 @@ class LauncherClient:
         on_probe: Callable[[str], None],  # worker_id: report evidence
         on_excuse: Callable[[str], None],  # worker_id: it needs no replacement however it ends
         on_stop: Callable[[Stop], None],
+        on_dropped: Callable[[], None] = lambda: None,  # the job goes on without this host
+        on_refused: Callable[[str], None] = lambda reason: None,
+        *,
+        slots: int = MAX_SLOTS,
+        home: bool = True,
+        grow: bool = False,
     ) -> None:
+        """`slots`: how many workers the host has room for; `grow`: so many more than before. `home`: this is the job's
+        own launcher."""
         self._host = host
+        self._slots, self._home, self._grow = slots, home, grow
+        self._life = uuid.uuid4().hex
+        self._on_dropped, self._on_refused = on_dropped, on_refused
         self._live = live
         self._on_target = on_target
         self._on_fence = on_fence
@@ -255,7 +267,8 @@ class LauncherClient:
         self._gone: set[str] = set()
         self._target: Any = None  # as last heard
         self._stop: Any = None
-        self._link = Link(run_dir, "Launch", ToLauncher, timeouts, self._hello, self._hear)
+        beat = None if home else lambda: FromLauncher(alive={})
+        self._link = Link(run_dir, "Launch", ToLauncher, timeouts, self._hello, self._hear, beat)
 
     def start(self) -> None:
         self._link.start()
@@ -263,6 +276,7 @@ class LauncherClient:
     def started(self, worker_id: str, pid: int) -> None:
         """Call it when `live` already lists the worker: while there is no stream, the next one opens with that."""
         self._gone.discard(worker_id)
+        self._link.drop("idle")
         self._link.drop(f"gone {worker_id}")
         self._link.say(FromLauncher(started={"worker_id": worker_id, "pid": pid}))
 
@@ -278,6 +292,25 @@ class LauncherClient:
         body = {"worker_id": worker_id, "stopped": stopped, "cpu_time_s": cpu_time_s}
         self._link.say(FromLauncher(evidence=body))
 
+    def set_slots(self, slots: int) -> None:
+        """The host has room for so many workers from now on; with none, those that are there are let go."""
+        self._slots = slots
+        self._link.say(lambda: FromLauncher(slots={"n": self._slots}))
+
+    def idle(self) -> None:
+        """All workers have ended of their own accord, and none is to come."""
+        self._link.keep("idle", FromLauncher(idle={}))
+
+    def failed(self, kind: str, message: str, traceback: str = "") -> None:
+        """What ends the job, and no worker could say."""
+        cut = protocol.TRACEBACK_CHARS
+        body = {"kind": kind, "message": message[:cut], "traceback": traceback[-cut:]}
+        self._link.keep("failed", FromLauncher(failed=body))
+
+    @property
+    def token_refused(self) -> bool:
+        return self._link.token_refused.is_set()
+
     @property
     def answered(self) -> bool:
         """Whether there is a coordinator that has heard who lives, and has said what it wants."""
@@ -290,14 +323,25 @@ class LauncherClient:
     def _hello(self) -> Any:
         gone = sorted(self._gone)
         workers = [{"worker_id": worker_id, "pid": pid} for worker_id, pid in self._live() if worker_id not in gone]
-        body = {"host": self._host, "workers": workers, "gone": gone, "target": self._target, "stop": self._stop}
+        body = {
+            "host": self._host,
+            "workers": workers,
+            "gone": gone,
+            "target": self._target,
+            "stop": self._stop,
+            "slots": self._slots,
+            "life": self._life,
+            "home": self._home,
+            "grow": self._grow,
+            "versions": protocol.versions(),
+        }
         return FromLauncher(hello=body)
 
     def _hear(self, message: Any) -> None:
         kind, body = protocol.kind_of(message)
         if kind == "target":
             self._target = body
-            self._on_target(protocol.target_from_wire(body))
+            self._on_target(protocol.target_from_wire(body, self._host))
         elif kind == "fence":
             self._on_fence(body.worker_id)
         elif kind == "probe":
@@ -307,3 +351,7 @@ class LauncherClient:
         elif kind == "stop":
             self._stop = body
             self._on_stop(protocol.stop_from_wire(body))
+        elif kind == "dropped":
+            self._on_dropped()
+        elif kind == "refused":
+            self._on_refused(body.reason)

@@ -39,6 +39,11 @@ def checkpoint(run_dir: RunDir, timeout_s: float = Timeouts().command_s) -> dict
     return _command(run_dir, CommandRequest(checkpoint={}), timeout_s)
 
 
+def describe(run_dir: RunDir, timeout_s: float = Timeouts().command_s) -> dict[str, Any]:
+    """The job's run directory, at home, and its settings. Raises JobNotFound, TokenRefused."""
+    return _command(run_dir, CommandRequest(describe={}), timeout_s)
+
+
 def _command(run_dir: RunDir, request: Any, timeout_s: float) -> dict[str, Any]:
     with Commands(run_dir) as commands:
         return commands.say(request, timeout_s)

@@ -20,8 +20,10 @@ from typing import Any, Literal
 from shoal.control import lending, prometheus, protocol
 from shoal.control import membership as m
 from shoal.control.generation import Generation
+from shoal.control.hosts import Host
 from shoal.control.instructions import (
     Bye,
+    Drop,
     Excuse,
     Fence,
     Granted,
@@ -85,7 +87,10 @@ class Coordinator:
         after: str = "",
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
+        bind: str = "127.0.0.1",
     ) -> None:
+        """`bind`: the address to serve at, by which every host of the job reaches it."""
+        self._bind = bind
         self.run_dir = run_dir
         self._on_error = on_error
         self._clock = clock
@@ -110,7 +115,7 @@ class Coordinator:
         return self._figures.status(self.run_dir, self._membership)
 
     async def start(self) -> str:
-        """Bind to loopback, at the port of the coordinator before if that is free. Returns host:port. Raises
+        """Bind, at the port of the coordinator before if that is free. Returns host:port. Raises
         RunDirUnusable while there is another one."""
         import grpc
 
@@ -127,11 +132,11 @@ class Coordinator:
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(protocol.SERVICE, handlers),))
         before = self.run_dir.address()
         try:
-            port = self._server.add_insecure_port(before or "127.0.0.1:0")
+            port = self._server.add_insecure_port(before or f"{self._bind}:0")
         except RuntimeError:  # somebody else has it by now
-            port = self._server.add_insecure_port("127.0.0.1:0")
+            port = self._server.add_insecure_port(f"{self._bind}:0")
         await self._server.start()
-        address = f"127.0.0.1:{port}"
+        address = f"{self._bind}:{port}"
         self.run_dir.write_address(address)
         self._claim.write("serves")
         self._ticker = asyncio.create_task(self._tick())
@@ -158,7 +163,7 @@ class Coordinator:
         elif followed:
             self._event("journal_lost", text=lost)
             until = self._clock() + self._membership.timeouts.budget_s
-            self._rebuilding = Rebuilding(self.run_dir, until)
+            self._rebuilding = Rebuilding(self.run_dir, until, self._membership.hosts)
         else:
             self._journal.record(self._membership)
 
@@ -411,19 +416,43 @@ class Coordinator:
         await self._converse(requests, context, self._launchers, "hello", self._greet, self._heard_launcher)
 
     def _greet(self, hello: Any, outbox: Outbox) -> str:
-        host = str(hello.host)
+        name, now = str(hello.host), self._clock()
+        if (why := self._refuses(hello, now)) is not None:
+            outbox.put(ToLauncher(refused={"reason": why}))
+            return ""  # it is heard no more, and takes nobody's place
+        grown = hello.slots if hello.grow else 0
+        host = Host(name, hello.slots, hello.life, hello.home, grown=grown, heard_at=now)
         live, gone = tuple(worker.worker_id for worker in hello.workers), tuple(hello.gone)
         known = (*live, *gone)
         if self._rebuilding is not None:
-            target = protocol.target_from_wire(hello.target) if hello.HasField("target") else None
+            target = protocol.target_from_wire(hello.target, name) if hello.HasField("target") else None
             stopping = protocol.stop_from_wire(hello.stop) if hello.HasField("stop") else None
-            self._rebuilding.rosters[host] = Roster(host, live, gone, target, stopping)
+            self._rebuilding.rosters[name] = Roster(host, live, gone, target, stopping)
         self._post(lambda membership, now: m.on_roster(membership, host, known))
         for worker in hello.workers:
-            self._heard_launcher(host, "started", worker)
-        return host
+            self._heard_launcher(name, "started", worker)
+        return name
+
+    def _refuses(self, hello: Any, now: float) -> str | None:
+        ours = protocol.versions()
+        for what, version in hello.versions.items():
+            if version != ours.get(what, version):
+                return f"{hello.host} has {what} {version}, the job {ours[what]}; install the same on every host"
+        known = self._membership.host(hello.host)
+        if known is None or known.life in ("", hello.life) or hello.host not in self._launchers:
+            return None
+        if now - known.heard_at > self._membership.timeouts.budget_s / 2:
+            return None  # it is being lost
+        return f"the job has a host {hello.host} already; name this one with --host-name"
 
     def _heard_launcher(self, host: str, kind: str, body: Any) -> None:
+        self._post(lambda membership, now: m.on_host_heard(membership, host, now))
+        if kind == "slots":
+            self._post(lambda membership, now: m.on_slots(membership, host, body.n))
+        elif kind == "idle":
+            self._post(lambda membership, now: m.on_idle(membership, host))
+        elif kind == "failed":
+            self._post(lambda membership, now: self._failed_on(membership, host, body))
         if kind not in ("started", "gone", "evidence"):
             return  # a launcher of a newer version says more than this one understands
         worker_id = body.worker_id
@@ -439,12 +468,23 @@ class Coordinator:
         elif kind == "evidence":
             self._post(lambda membership, now: m.on_evidence(membership, worker_id, body.stopped, body.cpu_time_s, now))
 
+    def _failed_on(self, membership: Membership, host: str, failure: Any) -> Outcome:
+        text = f"{failure.kind}: {failure.message}"
+        stop = Stop(f"{host}: {text}", failed=True, kind=failure.kind)
+        membership, told = m.on_stop(membership, stop)
+        if not told:
+            return membership, []
+        return membership, [Log("failed", "", f"{host}: {text}", {"traceback": failure.traceback}), *told]
+
     # Somebody commands.
 
     async def _command(self, request: Any, context: Any) -> Any:
         await self._admit(context)
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         kind, body = protocol.kind_of(request)
+        if kind == "describe":
+            described = {"dir": str(self.run_dir.path), "settings": self.run_dir.settings()}
+            return CommandReply(status_json=json.dumps(described))
 
         def event(membership: Membership, now: float) -> Outcome:
             outcome: Outcome = (membership, [])
@@ -494,7 +534,10 @@ class Coordinator:
         elif isinstance(instruction, Probe):
             self._tell_launchers(ToLauncher(probe={"worker_id": instruction.worker_id}))
         elif isinstance(instruction, SetTarget):
-            self._tell_launchers(ToLauncher(target=protocol.target_to_wire(instruction)))
+            for host, outbox in self._launchers.items():
+                outbox.put(ToLauncher(target=protocol.target_to_wire(instruction, host)))
+        elif isinstance(instruction, Drop):
+            self._launchers[instruction.host].put(ToLauncher(dropped={}))
         elif isinstance(instruction, Stop):
             self._tell_launchers(ToLauncher(stop=vars(instruction)))
         else:

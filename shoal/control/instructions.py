@@ -34,6 +34,13 @@ class Excuse:
 
 
 @dataclass(frozen=True)
+class Drop:
+    """For the launcher of that host: the job goes on without it. It may come again, with nothing of before."""
+
+    host: str
+
+
+@dataclass(frozen=True)
 class Bye:
     worker_id: str
 
@@ -46,12 +53,18 @@ class Refuse:
 
 @dataclass(frozen=True)
 class SetTarget:
-    """For the launcher: how many workers there should be, beside those that are excused. With `finishing`, one that
-    exits needs no replacement. One that it has heard before, by `number`, says nothing new."""
+    """For the launchers: how many workers there should be, beside those that are excused, and how many of them on each
+    host. With `finishing`, one that exits needs no replacement. One that was heard before, by `number`, says nothing
+    new."""
 
     target: int
     finishing: bool
     number: int = field(default=0, compare=False)
+    shares: Mapping[str, int] = field(default_factory=dict, compare=False)  # by host
+    next_workers: Mapping[str, int] = field(default_factory=dict, compare=False)  # of each host, as yet unused
+
+    def share(self, host: str) -> int:
+        return self.shares.get(host, 0)
 
 
 @dataclass(frozen=True)
@@ -108,5 +121,18 @@ class Stop:
 
 
 Instruction = (
-    Publish | Fence | Probe | Excuse | Bye | Refuse | Heeded | SetTarget | Stop | Log | Granted | Settled | PassOver
+    Publish
+    | Fence
+    | Probe
+    | Excuse
+    | Drop
+    | Bye
+    | Refuse
+    | Heeded
+    | SetTarget
+    | Stop
+    | Log
+    | Granted
+    | Settled
+    | PassOver
 )

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from shoal.control.generation import Generation, Member
+from shoal.control.hosts import Host
 from shoal.control.instructions import Stop
 from shoal.control.membership import Life, Membership, State, Worker
 from shoal.control.timeouts import Timeouts
@@ -87,6 +88,8 @@ def to_json(membership: Membership) -> str:
         del value["newest"]["key"]  # it is made anew whenever it is told
     for worker in value["workers"]:
         del worker["life"]
+    for host in value["hosts"]:
+        del host["heard_at"]
     return json.dumps(value)
 
 
@@ -110,6 +113,17 @@ def from_json(text: str, now: float) -> Membership:
     stop = value.pop("stopping")
     stopping = None if stop is None else Stop(**stop)
     lent = leases.from_dict(value.pop("lent"))
+    hosts = tuple(Host(**host, heard_at=now) for host in value.pop("hosts"))
+    dropped, outcasts = tuple(value.pop("dropped")), tuple(value.pop("outcasts"))
     return Membership(
-        **value, newest=newest, workers=workers, timeouts=timeouts, causes=causes, stopping=stopping, lent=lent
+        **value,
+        newest=newest,
+        workers=workers,
+        timeouts=timeouts,
+        causes=causes,
+        stopping=stopping,
+        lent=lent,
+        hosts=hosts,
+        dropped=dropped,
+        outcasts=outcasts,
     )

@@ -114,7 +114,7 @@ class Link:
         grpc._common.MAXIMUM_WAIT_TIMEOUT = self._timeouts.budget_s
         heard = False
         self.address = self._run_dir.address() or self.address
-        with grpc.insecure_channel(self.address, options=protocol.CHANNEL_OPTIONS) as channel:
+        with grpc.insecure_channel(self.address, options=self._options()) as channel:
             outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
             with self._lock:
                 for message in self._kept.values():
@@ -143,6 +143,11 @@ class Link:
                     self._open.clear()
                 outbox.put(None)
         return heard
+
+    def _options(self) -> list[tuple[str, int]]:
+        """On one host the kernel says when the other end is gone."""
+        local = self.address.startswith("127.")
+        return protocol.CHANNEL_OPTIONS if local else [*protocol.CHANNEL_OPTIONS, *protocol.KEEPALIVE_OPTIONS]
 
     def _outgoing(self, outbox: queue.SimpleQueue[Any]) -> Iterator[Any]:
         """gRPC asks for the next message when the last one is out, so no beats pile up while a coordinator hangs."""

@@ -6,14 +6,16 @@ changes become one generation. Nothing here reads a clock or knows a socket.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
 from shoal.control.generation import MAX_SLOTS, Generation, Member
+from shoal.control.hosts import Host, spread
 from shoal.control.instructions import (
     Bye,
+    Drop,
     Excuse,
     Fence,
     Heeded,
@@ -89,6 +91,11 @@ class Membership:
     last_fault: int = 0  # the number of the newest generation with a fault
     seniority: int = 0  # the last one given
     started: int = 0  # how many workers ever came
+    next_worker: int = 0  # numbers below it were used before this job began
+    next_workers: Mapping[str, int] = field(default_factory=dict)  # of each host, the number after the highest used
+    hosts: tuple[Host, ...] = ()  # in the order in which they fill
+    dropped: tuple[str, ...] = ()  # lives of launchers that the job goes on without
+    outcasts: tuple[str, ...] = ()  # their workers, of whose death nobody has told
     dirty: bool = False
     fault: bool = False  # a member or a leaver died since the newest generation
     causes: tuple[str, ...] = ()
@@ -102,6 +109,9 @@ class Membership:
     def worker(self, worker_id: str) -> Worker | None:
         return next((worker for worker in self.workers if worker.worker_id == worker_id), None)
 
+    def host(self, name: str) -> Host | None:
+        return next((host for host in self.hosts if host.name == name), None)
+
     def in_state(self, *states: State) -> list[Worker]:
         return [worker for worker in self.workers if worker.state in states]
 
@@ -114,14 +124,18 @@ class Membership:
 Outcome = tuple[Membership, list[Instruction]]
 
 
-def found(min_size: int, max_size: int, target: int, timeouts: Timeouts | None = None) -> Membership:
-    """The membership of a job nobody has joined yet. Raises SettingsContradict when the sizes cannot all hold."""
+def found(
+    min_size: int, max_size: int, target: int, timeouts: Timeouts | None = None, hosts: Sequence[Host] = ()
+) -> Membership:
+    """The membership of a job nobody has joined yet; its `hosts` are those that are expected. Raises
+    SettingsContradict when the sizes cannot all hold."""
     if not 1 <= min_size <= target <= max_size <= MAX_SLOTS:
         raise SettingsContradict(
             f"min {min_size}, target {target}, max {max_size}: "
             f"they must satisfy 1 ≤ min ≤ target ≤ max ≤ {MAX_SLOTS}; change -n"
         )
-    return Membership(min_size, max_size, target, founders=target, timeouts=timeouts or Timeouts())
+    timeouts, shared = timeouts or Timeouts(), spread(hosts, target)
+    return Membership(min_size, max_size, target, founders=target, timeouts=timeouts, hosts=shared)
 
 
 # Workers come.
@@ -143,8 +157,17 @@ def on_join(
     number up to it is used again, and no slot by two, even if the journal was lost. `address`: at which workers of
     other hosts reach it.
     """
-    membership = replace(membership, number=max(membership.number, generation))
+    if worker_id in membership.outcasts:
+        return membership, [Fence(worker_id)]
+    number = number_of(worker_id) + 1
+    membership = replace(
+        membership,
+        number=max(membership.number, generation),
+        next_workers={**membership.next_workers, host: max(number, membership.next_workers.get(host, 0))},
+    )
     known = membership.worker(worker_id)
+    if launched and (here := membership.host(host)) is not None and here.idle:
+        membership = _put_host(membership, replace(here, idle=False))
     if known is not None:
         if launched:
             return _put(membership, replace(known, launched=True)), []
@@ -290,6 +313,10 @@ def on_refused(membership: Membership, worker_id: str, why: str) -> Outcome:
     worker = membership.worker(worker_id)
     assert worker is not None
     others = _without(membership, worker, State.JOINING, State.WARM, State.MEMBER)
+    there = [other.member.host for other in others]
+    membership = replace(
+        membership, hosts=tuple(replace(host, share=there.count(host.name)) for host in membership.hosts)
+    )
     membership, told = _set_target(membership, len(others), membership.finishing)
     text = f"{why}; the job goes on with {counted(len(others), 'worker')}"
     # A member stays one until it is gone: others may wait for its words.
@@ -304,7 +331,8 @@ def on_gone(membership: Membership, worker_id: str, reason: str = "") -> Outcome
     """
     worker = membership.worker(worker_id)
     if worker is None:
-        return membership, []
+        outcasts = tuple(other for other in membership.outcasts if other != worker_id)
+        return replace(membership, outcasts=outcasts), []
     membership = replace(membership, workers=tuple(other for other in membership.workers if other is not worker))
     if worker.state is State.PARTED:
         return membership, [Log("left", worker_id, reason)]
@@ -313,12 +341,23 @@ def on_gone(membership: Membership, worker_id: str, reason: str = "") -> Outcome
     return membership, [Log("lost", worker_id, worker.fenced or reason)]
 
 
-def on_roster(membership: Membership, host: str, live: Iterable[str]) -> Outcome:
-    """The launcher of `host` is here (again) and says which of its workers live; the others died unheard."""
-    alive = set(live)
+# Hosts.
+
+
+def on_roster(membership: Membership, host: Host, live: Iterable[str]) -> Outcome:
+    """The launcher of `host` is here (again) and says which of its workers live; the others died unheard. `grown` of
+    the host is how much the target grows if it is new."""
+    if host.life in membership.dropped:
+        return membership, [Drop(host.name)]
     instructions: list[Instruction] = []
+    known = membership.host(host.name)
+    if known is not None and known.life not in ("", host.life):
+        membership, instructions = on_host_lost(membership, host.name, "its launcher began anew")
+        known = None
+    membership, told = _seat(membership, host, known)
+    alive = set(live)
     for worker in membership.workers:
-        if not worker.launched or worker.member.host != host:
+        if not worker.launched or worker.member.host != host.name:
             continue
         if worker.worker_id not in alive:
             membership, more = on_gone(membership, worker.worker_id, "gone while the coordinator was away")
@@ -328,8 +367,99 @@ def on_roster(membership: Membership, host: str, live: Iterable[str]) -> Outcome
             instructions.append(Excuse(worker.worker_id))
         if worker.fenced:
             instructions.append(Fence(worker.worker_id))
-    instructions.append(SetTarget(membership.target, membership.finishing, membership.targets))
+    instructions += told
     return membership, instructions if membership.stopping is None else [*instructions, membership.stopping]
+
+
+def _seat(membership: Membership, host: Host, known: Host | None) -> Outcome:
+    """The host has its place, and everybody the shares that follow; told anew where nothing changes."""
+    if known is None:
+        target = min(membership.target + host.grown, membership.max_size)
+        seated = replace(host, grown=target - membership.target)
+        return _set_target(replace(membership, hosts=(*membership.hosts, seated)), target, membership.finishing)
+    seated = replace(known, slots=host.slots, life=host.life, home=host.home, heard_at=host.heard_at)
+    membership = _put_host(membership, seated)
+    if seated.slots == known.slots:
+        return membership, [_told_target(membership)]
+    membership, told = _set_target(membership, membership.target, membership.finishing)
+    return _shed_from_hosts(membership, told)
+
+
+def on_slots(membership: Membership, name: str, slots: int) -> Outcome:
+    """The host has room for so many workers from now on; with none, all of its workers leave."""
+    host = membership.host(name)
+    if host is None or host.slots == slots:
+        return membership, []
+    target = membership.target if slots else max(membership.target - host.grown, membership.min_size)
+    membership = _put_host(membership, replace(host, slots=slots, grown=host.grown if slots else 0))
+    membership, told = _set_target(membership, target, membership.finishing)
+    text = f"{name} has {counted(slots, 'slot')}" if slots else f"{name} leaves"
+    return _shed_from_hosts(membership, [Log("host", "", text, {"host": name, "slots": slots}), *told])
+
+
+def _shed_from_hosts(membership: Membership, told: list[Instruction]) -> Outcome:
+    membership, leaving = shed(membership, membership.in_state(State.JOINING, State.WARM, State.MEMBER))
+    return membership, [*told, *leaving]
+
+
+def on_host_lost(membership: Membership, name: str, why: str) -> Outcome:
+    """The host does not answer, and may be cut off: its workers count as lost although nobody saw them die. Whoever of
+    them comes back is fenced, and its launcher begins anew. Its share goes to those that have free slots."""
+    host = membership.host(name)
+    if host is None:
+        return membership, []
+    theirs = [worker for worker in membership.workers if worker.member.host == name]
+    instructions: list[Instruction] = []
+    if theirs or host.slots:
+        text = f"{name}: {why}, {counted(len(theirs), 'worker')} lost with it"
+        instructions.append(Log("host_lost", "", text, {"host": name}))
+    for worker in theirs:
+        membership, more = on_gone(membership, worker.worker_id, f"its host {name} is lost")
+        instructions += more
+    membership = replace(
+        membership,
+        hosts=tuple(other for other in membership.hosts if other is not host),
+        dropped=(*membership.dropped, host.life) if host.life else membership.dropped,
+        outcasts=(*membership.outcasts, *(worker.worker_id for worker in theirs)),
+    )
+    membership, told = _set_target(
+        membership, max(membership.target - host.grown, membership.min_size), membership.finishing
+    )
+    return membership, [*instructions, *told]
+
+
+def on_idle(membership: Membership, name: str) -> Outcome:
+    """The workers of the host have ended, of their own accord, and none is to come. When that is so everywhere, the job
+    is over."""
+    host = membership.host(name)
+    if host is None:
+        return membership, []
+    membership = _put_host(membership, replace(host, idle=True))
+    if membership.workers or any(host.share and not host.idle for host in membership.hosts):
+        return membership, []
+    return on_stop(membership, Stop("every worker has gone"))
+
+
+def on_host_heard(membership: Membership, name: str, now: float) -> Outcome:
+    host = membership.host(name)
+    return (membership, []) if host is None else (_put_host(membership, replace(host, heard_at=now)), [])
+
+
+def _lose_silent_hosts(membership: Membership, now: float) -> Outcome:
+    instructions: list[Instruction] = []
+    for host in membership.hosts:
+        silent_s = now - host.heard_at
+        if host.home or not host.life or silent_s <= membership.timeouts.budget_s:
+            continue
+        elsewhere = {worker.member.host for worker in membership.in_state(State.MEMBER)} - {host.name}
+        theirs = [worker for worker in membership.workers if worker.member.host == host.name]
+        if elsewhere or not theirs:  # else all that was trained is there, and nobody could go on without it
+            membership, more = on_host_lost(membership, host.name, f"silent for {silent_s:.1f} s")
+            instructions += more
+    return membership, instructions
+
+
+# What is wished for.
 
 
 def on_wish(membership: Membership, worker_id: str, number: int, target: int, relative: bool) -> Outcome:
@@ -407,8 +537,9 @@ def on_tick(membership: Membership, now: float) -> Outcome:
     if now - ticked_at > timeouts.budget_s / 2:
         # The coordinator itself was held up: beats wait unread, and silence says nothing.
         excused = (replace(worker, life=replace(worker.life, alive_at=now)) for worker in membership.workers)
-        return replace(membership, workers=tuple(excused)), []
-    instructions: list[Instruction] = []
+        hosts = tuple(replace(host, heard_at=now) for host in membership.hosts)
+        return replace(membership, workers=tuple(excused), hosts=hosts), []
+    membership, instructions = _lose_silent_hosts(membership, now)
     for worker in membership.workers:
         life = worker.life
         awaited_since = life.awaited_since
@@ -506,26 +637,55 @@ def _can_found(membership: Membership) -> bool:
 # Small steps the handlers share.
 
 
+def number_of(worker_id: str) -> int:
+    """The number at the end of a worker's name; -1 if there is none."""
+    digits = worker_id[len(worker_id.rstrip("0123456789")) :]
+    return int(digits) if digits else -1
+
+
 def free_slots(membership: Membership) -> list[int]:
     taken = {worker.member.slot for worker in membership.workers}
     return [slot for slot in range(MAX_SLOTS) if slot not in taken]
 
 
 def _set_target(membership: Membership, target: int, finishing: bool) -> Outcome:
-    membership = replace(membership, target=target, finishing=finishing, targets=membership.targets + 1)
-    return membership, [SetTarget(target, finishing, membership.targets)]
+    membership = replace(
+        membership,
+        target=target,
+        finishing=finishing,
+        targets=membership.targets + 1,
+        hosts=spread(membership.hosts, target),
+    )
+    return membership, [_told_target(membership)]
+
+
+def _told_target(membership: Membership) -> SetTarget:
+    shares = {host.name: host.share for host in membership.hosts}
+    numbers = {name: max(membership.next_worker, membership.next_workers.get(name, 0)) for name in shares}
+    return SetTarget(membership.target, membership.finishing, membership.targets, shares, numbers)
 
 
 def shed(membership: Membership, active: list[Worker]) -> Outcome:
-    """As many of the active leave as are above the target. Those who have contributed least go first: not yet warm,
-    not yet members, then the newest members."""
+    """As many of the active leave as are above the target, of each host above its share. Those who have contributed
+    least go first: not yet warm, not yet members, then the newest members."""
+    if not membership.hosts:
+        return _shed(membership, active, membership.target)
+    instructions: list[Instruction] = []
+    for host in membership.hosts:
+        here = [worker for worker in active if worker.member.host == host.name]
+        membership, leaving = _shed(membership, here, host.share)
+        instructions += leaving
+    return membership, instructions
+
+
+def _shed(membership: Membership, active: list[Worker], staying: int) -> Outcome:
     instructions: list[Instruction] = []
     newest = active[::-1]
     dispensable = [worker for worker in newest if worker.state is State.JOINING]
     dispensable += [worker for worker in newest if worker.state is State.WARM]
     members = [worker for worker in active if worker.state is State.MEMBER]
     dispensable += sorted(members, key=lambda worker: -worker.seniority)
-    for worker in dispensable[: max(0, len(active) - membership.target)]:
+    for worker in dispensable[: max(0, len(active) - staying)]:
         membership, leaving = on_leave(membership, worker.worker_id, "scaled down")
         instructions += leaving
     return membership, instructions
@@ -552,6 +712,10 @@ def _without(membership: Membership, worker: Worker, *states: State) -> list[Wor
 def _put(membership: Membership, worker: Worker) -> Membership:
     workers = tuple(worker if other.worker_id == worker.worker_id else other for other in membership.workers)
     return replace(membership, workers=workers)
+
+
+def _put_host(membership: Membership, host: Host) -> Membership:
+    return replace(membership, hosts=tuple(host if other.name == host.name else other for other in membership.hosts))
 
 
 def _changed(membership: Membership, cause: str) -> Membership:

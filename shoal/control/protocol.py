@@ -46,8 +46,10 @@ CHANNEL_OPTIONS = [
     # How long an attempt to connect may take: somebody who has the port now and says nothing must not hold us up.
     ("grpc.min_reconnect_backoff_ms", 2000),
 ]
+# Between hosts a line may be cut without a word: both ends ask now and then, and the server lets them.
+KEEPALIVE_OPTIONS = [("grpc.keepalive_time_ms", 5000), ("grpc.keepalive_timeout_ms", 5000)]
 # Two coordinators must never share a port.
-SERVER_OPTIONS = [*_BOTH, ("grpc.so_reuseport", 0)]
+SERVER_OPTIONS = [*_BOTH, ("grpc.so_reuseport", 0), ("grpc.http2.min_ping_interval_without_data_ms", 1000)]
 
 
 def _load() -> dict[str, Any]:
@@ -96,12 +98,19 @@ def from_wire(body: Any) -> Generation:
     return Generation(body.number, members, leavers, body.fault, body.paused, body.finishing, body.key)
 
 
-def target_to_wire(target: SetTarget) -> dict[str, Any]:
-    return {"n": target.target, "finishing": target.finishing, "number": target.number}
+def target_to_wire(target: SetTarget, host: str) -> dict[str, Any]:
+    """As the launcher of that host hears it."""
+    return {
+        "n": target.share(host),
+        "finishing": target.finishing,
+        "number": target.number,
+        "total": target.target,
+        "next_worker": target.next_workers.get(host, 0),
+    }
 
 
-def target_from_wire(body: Any) -> SetTarget:
-    return SetTarget(body.n, body.finishing, body.number)
+def target_from_wire(body: Any, host: str) -> SetTarget:
+    return SetTarget(body.total, body.finishing, body.number, {host: body.n}, {host: body.next_worker})
 
 
 def stop_from_wire(body: Any) -> Stop:
@@ -133,6 +142,19 @@ def said_from_wire(body: Any, worker_id: str) -> Said:
     extent = Extent(its.pass_index, its.samples, its.epochs, its.step_samples) if body.HasField("extent") else None
     held = tuple(lease_from_wire(lease, worker_id) for lease in body.held)
     return Said(extent, held, tuple(body.ended), body.heard, body.wants)
+
+
+def versions() -> dict[str, str]:
+    """Of what must be the same on every host."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    from shoal import __version__
+
+    try:
+        torch = version("torch")
+    except PackageNotFoundError:
+        torch = "not installed"
+    return {"shoal": __version__, "torch": torch}
 
 
 def credentials(token: str) -> tuple[tuple[str, str], ...]:

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shoal.control.generation import Generation, Member
+from shoal.control.hosts import Host, spread
 from shoal.control.instructions import Log, SetTarget, Stop
-from shoal.control.membership import Life, Membership, Outcome, State, Worker, dismiss_all, shed
+from shoal.control.membership import Life, Membership, Outcome, State, Worker, dismiss_all, number_of, shed
 from shoal.control.rundir import RunDir
 from shoal.data.leases import Lent, Said
 from shoal.wording import counted
@@ -36,7 +37,7 @@ class Report:
 class Roster:
     """What the launcher of a host knows: its workers, and what it last heard from the coordinator."""
 
-    host: str
+    host: Host
     live: tuple[str, ...] = ()
     gone: tuple[str, ...] = ()  # dead too, but how they ended is still to be told
     target: SetTarget | None = None
@@ -83,12 +84,15 @@ def rebuild(
         for worker_id in roster.live:
             slot = slots.get(worker_id)
             if worker_id not in workers and slot is not None and slot not in taken:
-                member = Member(worker_id, slot, roster.host)
+                member = Member(worker_id, slot, roster.host.name)
                 workers[worker_id] = Worker(member, State.JOINING, Life(alive_at=now), founder=newest is None)
                 taken.add(slot)
     heard = max((it.target for it in rosters if it.target is not None), key=lambda it: it.number, default=None)
     stopping = next((roster.stopping for roster in rosters if roster.stopping is not None), None)
     target = founding.target if heard is None else heard.target
+    hosts = _hosts(founding, rosters)
+    names = (*slots, *workers, *(worker_id for roster in rosters for worker_id in (*roster.live, *roster.gone)))
+    next_worker = max([founding.next_worker, *(number_of(worker_id) + 1 for worker_id in names)])
     membership = replace(
         founding,
         target=target,
@@ -102,7 +106,11 @@ def rebuild(
         started=max(len(workers), sum(len(roster.live) + len(roster.gone) for roster in rosters)),
         finishing=any(it is not None and it.finishing for it in (newest, heard)) or stopping is not None,
         stopping=stopping,
+        hosts=hosts,
+        next_worker=next_worker,
     )
+    if sum(host.share for host in hosts) < target:
+        membership = replace(membership, hosts=spread(hosts, target), targets=membership.targets + 1)
     # The launcher may have heard of what no worker has.
     if stopping is not None:
         return dismiss_all(membership)
@@ -111,11 +119,23 @@ def rebuild(
     return shed(membership, [worker for worker in active if worker.worker_id in alive])
 
 
+def _hosts(founding: Membership, rosters: Iterable[Roster]) -> tuple[Host, ...]:
+    """Those that were expected, in their order, and those that came later; each with the share it last heard of."""
+    here = {
+        it.host.name: replace(it.host, grown=0, share=0 if it.target is None else it.target.share(it.host.name))
+        for it in rosters
+    }
+    expected = tuple(here.pop(host.name, replace(host, share=0)) for host in founding.hosts)
+    return (*expected, *here.values())
+
+
 class Rebuilding:
     """The journal is lost: what is heard until there is enough to go on. Decisions wait for that long."""
 
-    def __init__(self, run_dir: RunDir, until: float) -> None:
+    def __init__(self, run_dir: RunDir, until: float, expected: Iterable[Host] = ()) -> None:
+        """`expected`: the hosts that the job began with."""
         self._until = until
+        self._expected = {host.name for host in expected}
         self._audit = run_dir.audit
         self._number, self._slots, self._losses = _remembered(run_dir.events)
         self.reports: dict[str, Report] = {}
@@ -126,9 +146,10 @@ class Rebuilding:
         self._gone.add(worker_id)
 
     def complete(self, now: float) -> bool:
-        """Whether the launcher is here and all of its workers have come back or are dead; or it took too long."""
+        """Whether the launchers are here and all of their workers have come back or are dead; or it took too long."""
         live = {worker_id for roster in self.rosters.values() for worker_id in roster.live}
-        return now >= self._until or (bool(self.rosters) and live <= self.reports.keys() | self._gone)
+        here = bool(self.rosters) and self._expected <= self.rosters.keys()
+        return now >= self._until or (here and live <= self.reports.keys() | self._gone)
 
     def rebuilt(self, founding: Membership, now: float) -> Outcome:
         """The event with which decisions begin again."""

@@ -7,6 +7,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import secrets
 import time
 from collections.abc import Iterator
@@ -214,8 +215,9 @@ class RunDir:
 
     def next_worker(self) -> int:
         """The lowest number that no worker of this run has had."""
-        names = [path.stem for path in (*self.logs.glob("w*.log"), *self.audit.glob("w*.bin"))]
-        return max((int(name[1:]) + 1 for name in names if name[1:].isdecimal()), default=0)
+        names = [path.stem for path in (*self.logs.glob("*.log"), *self.audit.glob("*.bin"))]
+        numbered = (re.search(r"(?:^|-)w(\d+)$", name) for name in names)
+        return max((int(found[1]) + 1 for found in numbered if found), default=0)
 
     def runs(self) -> bool:
         """Whether somebody runs the job now, also while no coordinator answers."""

@@ -20,6 +20,7 @@ from shoal.control import coordinator
 from shoal.control.coordinator import Coordinator, OnError
 from shoal.control.environment import COORDINATOR_PLUGIN
 from shoal.control.generation import MAX_SLOTS
+from shoal.control.hosts import Host
 from shoal.control.membership import Membership, found
 from shoal.control.rundir import RunDir
 from shoal.control.timeouts import DEFAULT_BUDGET_S, Timeouts
@@ -89,6 +90,9 @@ def main() -> None:
     parser.add_argument(
         "--generation", type=int, default=0, help="the highest number used before, for a job that goes on"
     )
+    parser.add_argument("--next-worker", type=int, default=0, help="the lowest number that no worker has had")
+    parser.add_argument("--address", default="127.0.0.1", help="where to serve, as every host of the job reaches it")
+    parser.add_argument("--hosts", default="", help="the hosts of the job, as a:4,b:4")
     parser.add_argument("--after", default="", help="how the coordinator before this one ended, if there was one")
     parser.add_argument("--parent", type=int, help="the pid that started this; exit if it is not the parent")
     options = parser.parse_args()
@@ -96,9 +100,13 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
 
     async def serve() -> None:
-        membership = found(options.min, options.max, options.target, Timeouts(options.budget))
-        membership = replace(membership, number=options.generation)
-        server = Coordinator(RunDir.open(options.dir), membership, options.on_error, options.after)
+        named = (host.rpartition(":") for host in options.hosts.split(",") if host)
+        hosts = [Host(name, int(slots)) for name, _, slots in named]
+        membership = found(options.min, options.max, options.target, Timeouts(options.budget), hosts)
+        membership = replace(membership, number=options.generation, next_worker=options.next_worker)
+        server = Coordinator(
+            RunDir.open(options.dir), membership, options.on_error, options.after, bind=options.address
+        )
         if plugin := os.environ.get(COORDINATOR_PLUGIN):
             module, function = plugin.split(":")
             getattr(importlib.import_module(module), function)(server)

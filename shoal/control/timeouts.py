@@ -66,6 +66,11 @@ class Timeouts:
         """For the coordinator's answer to a command."""
         return 2 * self.budget_s
 
+    @property
+    def cut_off_s(self) -> float:
+        """Without a word from the other end of a pipe between hosts, until it counts as cut."""
+        return 3 * self.budget_s
+
     def _check(self) -> None:
         if self.budget_s < SHORTEST_BUDGET_S:
             raise SettingsContradict(

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 
 from shoal import errors
 from shoal.control import commands
 from shoal.control.coordinator import OnError
 from shoal.control.rundir import RunDir
 from shoal.control.timeouts import Timeouts
+from shoal.launch.hosts import HostSpec
 from shoal.launch.launcher import Exit
 from shoal.launch.relaunch import GiveUp, Succession
 from shoal.launch.settings import Size
@@ -24,9 +27,19 @@ class CoordinatorProcess:
     """The coordinator, as a process that ends with this one. `after`: how the one before it ended."""
 
     def __init__(
-        self, run_dir: RunDir, size: Size, timeouts: Timeouts, on_error: OnError, generation: int, after: str = ""
+        self,
+        run_dir: RunDir,
+        size: Size,
+        timeouts: Timeouts,
+        on_error: OnError,
+        generation: int,
+        next_worker: int = 0,
+        address: str = "",
+        hosts: Sequence[HostSpec] = (),
+        after: str = "",
     ) -> None:
-        """`generation`: the highest number used before, for a job that goes on."""
+        """`generation` and `next_worker`: numbers used before, for a job that goes on. `address`: where to serve, if
+        not on loopback."""
         self._run_dir = run_dir
         self.log = run_dir.logs / "coordinator.log"
         options = {
@@ -37,6 +50,9 @@ class CoordinatorProcess:
             "--budget": timeouts.budget_s,
             "--on-error": on_error,
             "--generation": generation,
+            "--next-worker": next_worker,
+            "--address": address or "127.0.0.1",
+            "--hosts": ",".join(map(str, hosts)),
             "--after": after,
             "--parent": os.getpid(),
         }
@@ -104,17 +120,27 @@ class CoordinatorProcess:
 class CoordinatorKeeper:
     """Sees to it that there is a coordinator. The first is started at once, on the loop that runs."""
 
-    def __init__(self, run_dir: RunDir, size: Size, timeouts: Timeouts, on_error: OnError, generation: int) -> None:
-        """`generation`: the highest number used before, for a job that goes on."""
-        self._run_dir, self._size, self._timeouts = run_dir, size, timeouts
-        self._on_error, self._generation = on_error, generation
+    def __init__(
+        self,
+        run_dir: RunDir,
+        size: Size,
+        timeouts: Timeouts,
+        on_error: OnError,
+        generation: int,
+        next_worker: int = 0,
+        address: str = "",
+        hosts: Sequence[HostSpec] = (),
+    ) -> None:
+        """As `CoordinatorProcess`."""
+        self._run_dir, self._timeouts = run_dir, timeouts
+        self._make = functools.partial(
+            CoordinatorProcess, run_dir, size, timeouts, on_error, generation, next_worker, address, hosts
+        )
         self._succession = Succession()
         self._start()
 
     def _start(self, after: str = "") -> None:
-        self._process = CoordinatorProcess(
-            self._run_dir, self._size, self._timeouts, self._on_error, self._generation, after
-        )
+        self._process = self._make(after=after)
 
     @property
     def serves(self) -> bool:

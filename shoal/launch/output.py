@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 from collections.abc import Container
+from pathlib import Path
 
 from shoal import errors
 from shoal.control import commands
@@ -22,14 +24,17 @@ _PLAIN_PROGRESS_S = 5.0
 
 
 class Output:
-    """From the files of a run directory to a screen. `live`: the workers that may still write to their logs."""
+    """From the files of a run directory to a screen. `live`: the workers that may still write to their logs. Without
+    `events`, transitions are left to somebody else."""
 
-    def __init__(self, run_dir: RunDir, screen: Screen, live: Container[str], log_limit_bytes: int) -> None:
+    def __init__(
+        self, run_dir: RunDir, screen: Screen, live: Container[str], log_limit_bytes: int, events: bool = True
+    ) -> None:
         self._run_dir, self._screen, self._live = run_dir, screen, live
         self._log_limit_bytes = log_limit_bytes
         self._bounding: asyncio.Future[bool] | None = None
         self._tails: dict[str, Tail] = {}
-        self._events = Tail(run_dir.events)
+        self._events = Tail(run_dir.events if events else Path(os.devnull))
         list(self._events.lines())  # of a job that goes on, what happened before was shown then
 
     def follow(self, worker_id: str) -> None:

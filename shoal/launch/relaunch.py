@@ -100,6 +100,23 @@ class Succession:
         return state, Start(self.first_delay_s * 2.0 ** (state.in_vain - 1))
 
 
+@dataclass(frozen=True)
+class CoolDown:
+    """How long a host rests whose launcher has ended: longer each time, but never for ever. One that did well for
+    `healthy_s` begins anew."""
+
+    first_s: float = 2.0
+    longest_s: float = 300.0
+    healthy_s: float = 60.0
+    in_vain: Mapping[str, int] = field(default_factory=dict)  # by host
+
+    def on_end(self, host: str, lived_s: float) -> tuple[CoolDown, float]:
+        """Its launcher was in the job for that long. The rest that follows."""
+        before = 0 if lived_s >= self.healthy_s else self.in_vain.get(host, 0)
+        rest_s = min(self.first_s * 2.0 ** min(before, 64), self.longest_s)
+        return replace(self, in_vain={**self.in_vain, host: before + 1}), rest_s
+
+
 def default_restarts(target: int) -> int:
     """A large job may lose many workers at once, and that alone must not end it."""
     return max(10, 3 * target)

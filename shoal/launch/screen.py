@@ -85,6 +85,10 @@ def transition_line(event: Mapping[str, Any]) -> str | None:
         return str(event["text"])
     if event["event"] in _OF_THE_COORDINATOR:
         return f"{_OF_THE_COORDINATOR[event['event']]} {event['text']}"
+    if event["event"] == "host_lost":
+        return f"host lost: {event['text']}"
+    if event["event"] == "host":
+        return str(event["text"])
     if event["event"] == "scaled":
         return f"scaled: {event['text']}"
     return None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -14,14 +16,16 @@ from shoal.control import prometheus
 from shoal.control.coordinator import OnError
 from shoal.control.generation import MAX_SLOTS
 from shoal.control.timeouts import DEFAULT_BUDGET_S, Timeouts
+from shoal.launch.hosts import parse_hosts
 from shoal.launch.relaunch import Relaunch, default_restarts
 from shoal.launch.tail import LOG_LIMIT_BYTES
+from shoal.wording import counted
 
 # Whose run directories can be gone on with.
 _OLDEST = "0.2.0"
 # What the command line finds out by itself.
 _MAX_THREADS = 1024
-_FOUND_OUT = {"script", "args", "cwd", "min", "max", "target", "version"}
+_FOUND_OUT = {"script", "args", "cwd", "min", "max", "target", "follows_slots", "version"}
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,12 @@ class JobSettings:
     checkpoint_every: str = DEFAULT_EVERY
     checkpoint_keep: int = DEFAULT_KEEP
     init_from: str = ""
+    hosts: str = ""  # as -H takes them; none: workers are kept by the job itself
+    discover: str = ""  # path of a script
+    address: str = ""  # of this machine, for other hosts
+    ssh: str = "ssh"
+    remote_python: str = ""
+    follows_slots: bool = False  # the number of workers is that of the slots, as hosts come and go
     version: str = __version__
 
     def __post_init__(self) -> None:
@@ -99,6 +109,15 @@ class JobSettings:
         Timeouts(self.budget_s)
         if self.metrics_port is not None:
             prometheus.parse_address(self.metrics_port)
+        if self.hosts and not self.discover:
+            slots = sum(spec.slots for spec in parse_hosts(self.hosts))
+            if self.target > slots:
+                raise errors.SettingsContradict(
+                    f"{counted(self.target, 'worker')} on {counted(slots, 'slot')} of {self.hosts}: lower -n, or name "
+                    "more slots"
+                )
+        if self.address:
+            _check_address(self.address)
 
     @classmethod
     def names(cls) -> set[str]:
@@ -132,6 +151,19 @@ class JobSettings:
     def relaunch(self) -> Relaunch:
         budget = self.restarts if self.restarts is not None else default_restarts(self.target)
         return Relaunch(budget, first_delay_s=self.backoff_s)
+
+
+def _check_address(address: str) -> None:
+    try:
+        ip = ipaddress.IPv4Address(address)
+        with socket.socket() as probe:
+            probe.bind((address, 0))
+    except (ValueError, OSError):
+        raise errors.SettingsContradict(
+            f"--address {address} is no IPv4 address of this machine; see ip addr"
+        ) from None
+    if ip.is_unspecified:
+        raise errors.SettingsContradict(f"--address {address} is every network; name one address of this machine")
 
 
 def refuse_newer(values: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from shoal.control import membership as m
 from shoal.control.generation import MAX_SLOTS, Generation, Member
+from shoal.control.hosts import Host
 from shoal.control.instructions import Bye, Excuse, Fence, Instruction, Log, Probe, Publish, Refuse, SetTarget, Stop
 from shoal.control.journal import from_json, to_json
 from shoal.control.membership import Membership, State
@@ -258,7 +259,7 @@ def test_who_leaves_needs_no_replacement_and_a_launcher_that_is_back_hears_it_ag
     script.feed(m.on_join(script.membership, "w1", "here", 0.0, launched=True))
     script.feed(m.on_leave(script.membership, "w1"))
     assert script.take(Excuse) == [Excuse("w1")]
-    script.feed(m.on_roster(script.membership, "here", ["w0", "w1"]))
+    script.feed(m.on_roster(script.membership, Host("here"), ["w0", "w1"]))
     assert script.take(Excuse) == [Excuse("w1")]
 
 
@@ -428,7 +429,7 @@ def test_a_launcher_that_is_back_tells_who_died_unheard_and_hears_of_fences() ->
     assert worker is not None
     fenced = replace(worker, fenced="silent")
     script.membership = replace(script.membership, workers=(fenced, *script.membership.workers[1:]))
-    script.feed(m.on_roster(script.membership, "here", ["w0"]))
+    script.feed(m.on_roster(script.membership, Host("here"), ["w0"]))
     assert script.take(Fence) == [Fence("w0")]
     generation = script.settle()
     assert generation is not None

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from shoal.control import membership as m
 from shoal.control.generation import Generation, Member
+from shoal.control.hosts import Host
 from shoal.control.instructions import Bye, Excuse, Fence, Heeded, Log, Publish, SetTarget, Stop
 from shoal.control.journal import from_json, to_json
 from shoal.control.membership import Membership, State
@@ -110,13 +111,13 @@ class World:
     def rebuild(self, events: bool) -> Membership:
         reports = [process.report() for process in self.live.values()]
         gone = tuple(worker_id for worker_id in self.slots if worker_id not in self.live)
-        roster = Roster("here", tuple(self.live), gone, self.target)
+        roster = Roster(Host("here"), tuple(self.live), gone, self.target)
         number, slots = (self.membership.number, self.slots) if events else (0, {})
         return rebuild(FOUNDING, reports, [roster], slots, number, 0.0)[0]
 
     def come_back(self, membership: Membership) -> Membership:
         """As after any restart: the launcher and every worker say again what they have to say."""
-        membership, _ = m.on_roster(membership, "here", tuple(self.live))
+        membership, _ = m.on_roster(membership, Host("here"), tuple(self.live))
         for worker_id in self.live:
             membership, _ = m.on_join(membership, worker_id, "here", 0.0, launched=True)
         for process in self.live.values():
@@ -213,7 +214,7 @@ def test_a_number_that_only_the_event_log_knows_is_not_used_again() -> None:
 def test_what_only_the_launcher_has_heard_is_done_the_newest_leave_or_all() -> None:
     _, reports = trio()
     everybody = ("w0", "w1", "w2")
-    roster = Roster("here", everybody, target=SetTarget(1, False, 6))
+    roster = Roster(Host("here"), everybody, target=SetTarget(1, False, 6, {"here": 1}))
     membership, _ = rebuild(FOUNDING, reports, [roster], {}, 0, 0.0)
     assert [worker.worker_id for worker in membership.in_state(State.MEMBER)] == ["w0"]
     assert (membership.target, membership.targets) == (1, 6)
@@ -232,7 +233,7 @@ def test_founders_keep_their_order_whoever_comes_back_first() -> None:
 
 def test_a_silent_worker_keeps_the_slot_that_the_event_log_knows() -> None:
     _, reports = trio()
-    roster = Roster("here", ("w0", "w1", "w2", "w4"), target=SetTarget(3, False))
+    roster = Roster(Host("here"), ("w0", "w1", "w2", "w4"), target=SetTarget(3, False, 0, {"here": 3}))
     membership, _ = rebuild(FOUNDING, reports, [roster], {"w4": 5}, 0, 0.0)
     worker = membership.worker("w4")
     assert worker is not None
@@ -280,6 +281,6 @@ def test_a_failure_counts_once(ends_job: bool) -> None:
 
 def test_a_launcher_that_is_back_hears_target_stop_fences_and_excuses() -> None:
     membership, _ = m.on_stop(running(), Stop("asked to"))
-    membership, told = m.on_roster(from_json(to_json(membership), 0.0), "here", ["w0", "w1"])
+    membership, told = m.on_roster(from_json(to_json(membership), 0.0), Host("here"), ["w0", "w1"])
     assert told == [Excuse("w0"), Excuse("w1"), SetTarget(2, finishing=True), Stop("asked to")]
     assert m.on_stop(membership, Stop("again")) == (membership, [])

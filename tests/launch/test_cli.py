@@ -105,7 +105,7 @@ MISTAKES = {
     "train model.py --set epochs=many": "SettingsContradict: --set has epochs = 'many'; write a whole number",
     "train model.py --set shuffle=False": "SettingsContradict: --set has shuffle = 'False'; write true or false",
     "train model.py --set on_error=go": "SettingsContradict: --set has on_error = 'go'; write stop or relaunch",
-    "train model.py --set epocs=1": "SettingsContradict: --set has 'epocs'; there are accumulate, backoff_s",
+    "train model.py --set epocs=1": "SettingsContradict: --set has 'epocs'; there are accumulate, address, backoff_s",
     "train model.py --set min=1": "SettingsContradict: --set has 'min'; there are",
     "train model.py --set workers=0": "SettingsContradict: workers = 0 has no worker",
     "train model.py --set budget_s=0": "SettingsContradict: --budget is 0",

@@ -1,0 +1,201 @@
+"""The other hosts of a job: a launcher on each, started again when it ends, and hosts that come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from shoal import errors
+from shoal.control import commands
+from shoal.control.environment import WorkerEnvironment
+from shoal.control.rundir import Committed, RunDir
+from shoal.control.timeouts import Timeouts
+from shoal.launch.hosts import HostSpec, own_address, parse_hosts, parse_lines
+from shoal.launch.relaunch import CoolDown
+from shoal.launch.remote import Reach, RemoteHost, Told, reached_by
+from shoal.launch.screen import Screen
+from shoal.launch.settings import JobSettings
+from shoal.launch.tasks import Tasks
+
+
+class Discovery:
+    """A script that says which hosts there are, a line of `host:slots` for each."""
+
+    def __init__(self, script: Path, timeouts: Timeouts) -> None:
+        self._script, self._timeouts = script, timeouts
+
+    async def hosts(self) -> tuple[HostSpec, ...]:
+        """Raises SettingsContradict when it fails, takes too long, or prints something else."""
+        called, within_s = f"--discover {self._script}", 2 * self._timeouts.budget_s
+        try:
+            process = await asyncio.create_subprocess_exec(
+                str(self._script),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                start_new_session=True,
+            )
+        except OSError as problem:
+            raise errors.SettingsContradict(f"{called} cannot be run: {problem.strerror}; make it executable") from None
+        try:
+            out, err = await asyncio.wait_for(process.communicate(), within_s)
+        except asyncio.TimeoutError:
+            raise errors.SettingsContradict(f"{called} took longer than {within_s:g} s; make it quicker") from None
+        finally:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
+        if process.returncode:
+            last = [*filter(None, err.decode(errors="replace").split("\n")), "it says nothing"][-1 if err else 0]
+            raise errors.SettingsContradict(f"{called} ended with {process.returncode}: {last[:300]}")
+        return parse_lines(out.decode(errors="replace").splitlines(), called)
+
+
+def fleet_of(
+    settings: JobSettings, run_dir: RunDir, environment: WorkerEnvironment
+) -> tuple[Fleet | None, WorkerEnvironment]:
+    """The other hosts of a job with these settings, None if it has none, and the environment of its workers with an
+    address for them. Raises HostUnusable if the first of them cannot be reached."""
+    specs = parse_hosts(settings.hosts) if settings.hosts else ()
+    reach = Reach(tuple(shlex.split(settings.ssh)), settings.remote_python or sys.executable, settings.cwd)
+    far = next((spec.where for spec in specs if spec.where), "")
+    address = settings.address
+    if not address and specs:
+        address = own_address(reached_by(reach.ssh, far)) if far else "127.0.0.1"
+    environment = replace(environment, address=address)
+    if not specs:
+        return None, environment
+    told = Told("", 0, "", run_dir.token(), str(run_dir.path), asdict(settings), environment.to_env())
+    discovery = Discovery(Path(settings.discover), settings.timeouts) if settings.discover else None
+    follow = (settings.min, settings.max) if discovery is not None and settings.follows_slots else None
+    return Fleet(specs, told, reach, run_dir, settings.timeouts, discovery, follow), environment
+
+
+class Fleet:
+    """Keeps a launcher on every host. `told` is what each of them is told, beside its name and slots.
+
+    A host that cannot be used when the job begins ends it, by `on_unusable`; later such a host rests for a while. With
+    `discovery`, hosts that appear are used and those that vanish are let go; with `follow`, the number of workers
+    follows the number of slots between these two.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[HostSpec],
+        told: Told,
+        reach: Reach,
+        run_dir: RunDir,
+        timeouts: Timeouts,
+        discovery: Discovery | None = None,
+        follow: tuple[int, int] | None = None,
+    ) -> None:
+        self.founders = tuple(specs)
+        self._specs = {spec.name: spec for spec in specs}
+        self._told, self._reach, self._run_dir, self._timeouts = told, reach, run_dir, timeouts
+        self._discovery, self._follow = discovery, follow
+        self._cool_down = CoolDown()
+        self._remotes: dict[str, RemoteHost] = {}
+        self._keeping: dict[str, asyncio.Task[Any]] = {}
+        self._committed: list[Committed] = []
+        self._stopping = False
+
+    def start(self, tasks: Tasks, screen: Screen, on_unusable: Callable[[errors.ShoalError], None]) -> None:
+        """The coordinator serves by now."""
+        self._tasks, self._screen, self._on_unusable = tasks, screen, on_unusable
+        for spec in self.founders:
+            self._keeping[spec.name] = tasks.spawn(self._keep(spec.name, founder=True))
+        if self._discovery is not None:
+            tasks.spawn(self._discover(self._discovery))
+
+    async def stop(self, grace_s: float, busy: Callable[[], bool]) -> None:
+        """Ask every worker to leave, and end after `grace_s` those that have not, but not while `busy()`."""
+        self._stopping = True
+        for remote in self._remotes.values():
+            remote.stop(grace_s)
+        running = [task for name, task in self._keeping.items() if name in self._remotes]
+        for name, task in self._keeping.items():
+            if name not in self._remotes:
+                task.cancel()
+        if not running:
+            return
+        await asyncio.wait(running, timeout=grace_s + self._timeouts.budget_s)
+        while busy() and not all(task.done() for task in running):
+            await asyncio.wait(running, timeout=self._timeouts.beat_s)
+
+    async def close(self) -> Committed | None:
+        """After the tasks were cancelled, and with them every process that was left. The newest commit of them all."""
+        return max(self._committed, key=lambda committed: committed.seq, default=None)
+
+    async def _keep(self, name: str, founder: bool = False) -> None:
+        while not self._stopping and name in self._specs:
+            spec = self._specs[name]
+            told = replace(self._told, host=name, slots=spec.slots, address=self._address())
+            told = replace(told, parent=0 if spec.where else os.getpid())
+            self._remotes[name] = remote = RemoteHost(spec, told, self._reach, self._timeouts, self._screen)
+            try:
+                end = await remote.run(self._address)
+            finally:
+                del self._remotes[name]
+                if remote.committed is not None:
+                    self._committed.append(remote.committed)
+            if self._stopping or name not in self._specs:
+                return
+            error = end.error or errors.HostLost(f"{name}: its launcher ended")
+            if founder and not end.up:
+                return self._on_unusable(error)
+            founder = False
+            self._cool_down, rest_s = self._cool_down.on_end(name, end.lived_s if end.up else 0.0)
+            self._screen.say(f"{error}; it is tried again in {rest_s:g} s")
+            await asyncio.sleep(rest_s)
+
+    def _address(self) -> str:
+        return self._run_dir.address() or self._told.address
+
+    # ---- hosts come and go
+
+    async def _discover(self, discovery: Discovery) -> None:
+        complained = ""
+        while not self._stopping:
+            await asyncio.sleep(self._timeouts.budget_s / 2)
+            try:
+                found = await discovery.hosts()
+            except errors.SettingsContradict as problem:
+                if str(problem) != complained:
+                    complained = str(problem)
+                    self._screen.say(f"{problem}; the hosts stay as they are")
+                continue
+            complained = ""
+            await self._change({spec.name: spec for spec in found})
+
+    async def _change(self, found: Mapping[str, HostSpec]) -> None:
+        before, self._specs = self._specs, dict(found)
+        for name in before.keys() - found.keys():
+            self._screen.say(f"{name} is gone from the list of hosts: its workers leave")
+            if name in self._remotes:
+                self._remotes[name].set_slots(0)
+            else:
+                self._keeping[name].cancel()  # it rests
+        for name, spec in found.items():
+            task = self._keeping.get(name)
+            if name in before:
+                if spec.slots != before[name].slots and name in self._remotes:
+                    self._remotes[name].set_slots(spec.slots)
+            elif task is None or task.done():
+                self._screen.say(f"{name} is a new host, with {spec.slots} slots")
+                self._keeping[name] = self._tasks.spawn(self._keep(name))
+            else:
+                self._remotes[name].set_slots(spec.slots)  # it was about to leave
+        if self._follow is not None and dict(before) != self._specs:
+            low, high = self._follow
+            target = min(max(sum(spec.slots for spec in found.values()), low), high)
+            with contextlib.suppress(errors.ShoalError):  # told again with the next change
+                await asyncio.to_thread(commands.scale, self._run_dir, target, self._timeouts.command_s)
