@@ -375,7 +375,8 @@ def _seat(membership: Membership, host: Host, known: Host | None) -> Outcome:
     """The host has its place, and everybody the shares that follow; told anew where nothing changes."""
     if known is None:
         target = min(membership.target + host.grown, membership.max_size)
-        seated = replace(host, grown=target - membership.target)
+        grown = target - membership.target  # it has these itself: the host before it may have no limit
+        seated = replace(host, grown=grown, share=grown)
         return _set_target(replace(membership, hosts=(*membership.hosts, seated)), target, membership.finishing)
     seated = replace(known, slots=host.slots, life=host.life, home=host.home, heard_at=host.heard_at)
     membership = _put_host(membership, seated)

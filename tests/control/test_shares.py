@@ -149,7 +149,7 @@ def test_fewer_workers_means_fewer_on_the_last_host() -> None:
 
 
 def test_a_host_that_joins_by_hand_brings_workers_and_takes_them_with_it() -> None:
-    job = Job(2, a=2)
+    job = Job(2, a=200)
     job.start("a", 0, 1)
     job.hello("spare", 3, grow=3)
     assert (job.membership.target, job.shares()) == (5, {"a": 2, "spare": 3})
