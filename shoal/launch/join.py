@@ -57,7 +57,7 @@ class Host:
 def host(told: Told) -> Iterator[Host]:
     """The run directory that home told of, if it can be seen here; else one of this host's own, for as long as this
     lasts. Raises HostUnusable if the script is not here."""
-    settings = JobSettings.read(told.settings)
+    settings = JobSettings.read({**told.settings, "address": ""})  # which is one of home's
     if not Path(settings.script).is_file():
         raise errors.HostUnusable(f"{told.host} has no {settings.script}; put the script there, at the same path")
     home = RunDir(Path(told.dir))
