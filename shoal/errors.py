@@ -13,7 +13,9 @@ ShoalError                      what shoal raises
 │   ├── RunDirUnusable          not a run directory, or another job's
 │   ├── CheckpointUnusable      damaged, of a newer version, or of another model
 │   ├── JobNotFound             no job of that name answers
-│   └── TokenRefused            the token is missing or not the job's
+│   ├── TokenRefused            the token is missing or not the job's
+│   ├── CertificateUnusable     a certificate or key is missing, damaged, or cannot be made
+│   └── CertificateRefused      two ends do not believe each other's certificates, or only one of them speaks TLS
 ├── RestartBudgetSpent          workers died more often than the budget allows
 ├── CoordinatorLost             the coordinator ended, or does not answer
 ├── ForkServerLost              the process that forks the workers ended
@@ -78,6 +80,14 @@ class JobNotFound(UserMistake):
 
 class TokenRefused(UserMistake):
     pass
+
+
+class CertificateUnusable(UserMistake):
+    pass
+
+
+class CertificateRefused(UserMistake):
+    final = True  # it will be so the next time too
 
 
 class RestartBudgetSpent(ShoalError):

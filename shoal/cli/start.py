@@ -12,9 +12,19 @@ import typer
 
 from shoal import checkpoints, errors
 from shoal.cli.job import check_script, resumed, run_job
-from shoal.cli.options import DirOption, InitOption, JobArgument, QuietOption, WorkersOption, normalized, parse_bytes
+from shoal.cli.options import (
+    DirOption,
+    InitOption,
+    JobArgument,
+    MutualOption,
+    QuietOption,
+    TlsOption,
+    WorkersOption,
+    normalized,
+    parse_bytes,
+)
 from shoal.cli.shell import app
-from shoal.control import prometheus, rundir
+from shoal.control import prometheus, rundir, tls
 from shoal.control.rundir import RunDir
 from shoal.control.timeouts import DEFAULT_BUDGET_S, Timeouts
 from shoal.launch.relaunch import Relaunch
@@ -89,6 +99,8 @@ def run(
             metavar="[HOST:]PORT", help="Serve figures for Prometheus there, on loopback if no host is named."
         ),
     ] = None,
+    certificates: TlsOption = None,
+    mutual: MutualOption = False,
     quiet: QuietOption = False,
 ) -> int:
     """Train with a script on this machine, while workers come and go."""
@@ -115,8 +127,12 @@ def run(
         checkpoint_every=checkpoint_every,
         checkpoint_keep=keep,
         init_from=str(init_from.absolute()) if init_from is not None else "",
+        tls=str(certificates.absolute()) if certificates is not None else "",
+        mutual=mutual,
     )
     check_script(script)
+    if certificates is not None:
+        tls.check(certificates, mutual)
     if init_from is not None:
         checkpoints.weights(init_from)
     kept = asdict(settings)

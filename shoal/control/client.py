@@ -74,8 +74,8 @@ class Client:
         self._link = Link(run_dir, "Work", ToWorker, timeouts, self._join, self._hear, self._beat)
 
     def connect(self) -> int:
-        """Blocks until welcomed; this worker's slot. Raises TokenRefused, SettingsContradict, or CoordinatorLost after
-        the join timeout."""
+        """Blocks until welcomed; this worker's slot. Raises TokenRefused, CertificateRefused, SettingsContradict, or
+        CoordinatorLost after the join timeout."""
         self._link.start()
         deadline = time.monotonic() + self._timeouts.join_s
         with self._news:
@@ -84,6 +84,9 @@ class Client:
                     raise TokenRefused(
                         f"{self._link.address} refused the token; use the one in the job's run directory"
                     )
+                refused = self._link.refused
+                if refused is not None and (self._link.refused_for_good or time.monotonic() > deadline):
+                    raise refused
                 if self._refused:
                     raise SettingsContradict(f"{self._worker_id} cannot join: {self._refused}")
                 if time.monotonic() > deadline:

@@ -123,9 +123,9 @@ class Coordinator:
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(protocol.SERVICE, handlers),))
         before = self.run_dir.address()
         try:
-            port = self._server.add_insecure_port(before or "127.0.0.1:0")
+            port = self._bind(before or "127.0.0.1:0")
         except RuntimeError:  # somebody else has it by now
-            port = self._server.add_insecure_port("127.0.0.1:0")
+            port = self._bind("127.0.0.1:0")
         await self._server.start()
         address = f"127.0.0.1:{port}"
         self.run_dir.write_address(address)
@@ -133,6 +133,15 @@ class Coordinator:
         self._ticker = asyncio.create_task(self._tick())
         await self._serve_metrics()
         return address
+
+    def _bind(self, address: str) -> int:
+        """The port. Raises RuntimeError where it is not free, CertificateUnusable."""
+        tls = self.run_dir.tls()
+        if tls is None:
+            port: int = self._server.add_insecure_port(address)
+        else:
+            port = self._server.add_secure_port(address, tls.server_credentials())
+        return port
 
     def _take_up(self) -> None:
         """Go on where the coordinator before was killed, if there was one."""

@@ -75,6 +75,8 @@ class JobSettings:
     checkpoint_every: str = DEFAULT_EVERY
     checkpoint_keep: int = DEFAULT_KEEP
     init_from: str = ""
+    tls: str = ""  # the folder of certificates; none: plain text
+    mutual: bool = False
     version: str = __version__
 
     def __post_init__(self) -> None:
@@ -95,6 +97,8 @@ class JobSettings:
                 raise errors.SettingsContradict(f"{name} is {size_bytes}; write a number of bytes from 1 up")
         if self.checkpoint_keep < 1:
             raise errors.SettingsContradict(f"--keep {self.checkpoint_keep} is below 1; keep one checkpoint at least")
+        if self.mutual and not self.tls:
+            raise errors.SettingsContradict("--mutual needs certificates; name their folder with --tls DIR")
         Every.parse(self.checkpoint_every)
         Timeouts(self.budget_s)
         if self.metrics_port is not None:
