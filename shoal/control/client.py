@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shoal.control import protocol
+from shoal.control import bounds, protocol
 from shoal.control.borrowed import Borrowed
 from shoal.control.generation import Generation
 from shoal.control.instructions import SetTarget, Stop
@@ -180,7 +180,10 @@ class Client:
             )
 
     def _beat(self) -> Any:
-        return FromWorker(beat={**vars(self._progress()), "leases": protocol.said_to_wire(self.borrowed.said())})
+        progress = self._progress()
+        metrics = [(name, value) for name, value in progress.metrics.items() if len(name) <= bounds.MAX_NAME]
+        body = {**vars(progress), "metrics": dict(metrics[: bounds.MAX_METRICS])}
+        return FromWorker(beat={**body, "leases": protocol.said_to_wire(self.borrowed.said())})
 
     def _hear(self, message: Any) -> None:
         kind, body = protocol.kind_of(message)

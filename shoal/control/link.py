@@ -146,6 +146,8 @@ class Link:
             except grpc.RpcError as error:
                 if error.code() is grpc.StatusCode.UNAUTHENTICATED:
                     self.token_refused.set()
+                elif error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+                    _log.warning("%s does not take what was said: %s", self.address, error.details())
                 elif error.code() is grpc.StatusCode.UNAVAILABLE and not heard and not self._closing.is_set():
                     self._note(tls.refusal(self._run_dir, self._tls, self.address))
             finally:

@@ -20,6 +20,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from shoal.control.generation import Generation, Member
 from shoal.control.instructions import SetTarget, Stop
+from shoal.control.timeouts import Timeouts
 from shoal.data.leases import Extent, Lease, Said, Shard
 
 # gRPC reads these when it is imported. Loader workers are forked from a process that has channels: its own fork
@@ -31,6 +32,7 @@ SERVICE = "shoal.Control"
 VERSION = "1"  # a worker of another version is refused
 MAX_MESSAGE_BYTES = 1 << 20
 TRACEBACK_CHARS = 1 << 16
+_STREAMS = 16  # of one connection; a worker and a launcher have one, a command has one for a moment
 
 _BOTH = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -46,8 +48,20 @@ CHANNEL_OPTIONS = [
     # How long an attempt to connect may take: somebody who has the port now and says nothing must not hold us up.
     ("grpc.min_reconnect_backoff_ms", 2000),
 ]
-# Two coordinators must never share a port.
-SERVER_OPTIONS = [*_BOTH, ("grpc.so_reuseport", 0)]
+
+
+def server_options(timeouts: Timeouts) -> list[tuple[str, int]]:
+    """Whoever connects and says nothing is let go, and so is one that is not there any more."""
+    return [
+        *_BOTH,
+        ("grpc.so_reuseport", 0),  # two coordinators must never share a port
+        ("grpc.server_handshake_timeout_ms", int(timeouts.handshake_s * 1000)),
+        ("grpc.max_connection_idle_ms", int(timeouts.idle_s * 1000)),
+        ("grpc.keepalive_time_ms", int(timeouts.idle_s * 1000)),
+        ("grpc.keepalive_timeout_ms", int(timeouts.idle_s * 1000)),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.max_concurrent_streams", _STREAMS),
+    ]
 
 
 def _load() -> dict[str, Any]:
