@@ -7,6 +7,7 @@ import json
 import queue
 import random
 import socket
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -43,13 +44,13 @@ class Job:
         if encrypted:
             tls.make_for_job(self.run_dir, [])
         self.bring_up(budget_s)
-        self.honest = Stream(self, "Work", WORKER)
-        self.honest.hear("welcome")
+        self.honest = Stream(self, "Work", WORKER, FromWorker(ready={}))
+        self.honest.hear("generation")
         self.notes = 0
 
     def bring_up(self, budget_s: float = 60.0) -> None:
         timeouts = Timeouts(budget_s, beat_s=0.05, probe_s=0.05)
-        self.server = EmbeddedCoordinator(self.run_dir, found(1, 8, 2, timeouts), "relaunch")
+        self.server = EmbeddedCoordinator(self.run_dir, found(1, 8, 1, timeouts), "relaunch")
         self.address = self.server.start()
 
     def channel(self) -> Any:
@@ -207,11 +208,10 @@ def test_a_message_above_the_bound_is_dropped_and_its_stream_with_it(job: Job) -
 
 @pytest.mark.parametrize("method", ["Work", "Launch", "Command"])
 def test_whoever_has_not_the_token_is_told_so_whatever_it_says(job: Job, method: str) -> None:
-    before = commands.status(job.run_dir)["workers"]
     for message in (worker(), b"\xff\xff", FromLauncher(hello={"host": "h"}), CommandRequest(stop={})):
         for token in ("", "guess", "x" * 4000):
             assert send(job, method, message, token=token)[0] is grpc.StatusCode.UNAUTHENTICATED
-    assert commands.status(job.run_dir)["workers"] == before
+    assert [it["worker_id"] for it in commands.status(job.run_dir)["workers"]] == ["w0"]
     job.check()
 
 
@@ -335,60 +335,88 @@ def test_a_command_that_nobody_waits_for_any_more_does_not_end_a_coordinator_wit
 
 # Messages of every kind.
 
-NUMBERS = st.sampled_from([0, 1, 2, 7, 255, 256, 1 << 20, 1 << 31, (1 << 32) - 1, 1 << 32, 1 << 53, 1 << 63, HUGE])
-TEXTS = st.sampled_from(
-    ["", "x1", "x2", "x3", "elsewhere", "../x", "ä\n\0", "{}", "[]", "{", "checkpointed", "y" * 5000]
-)
-FLOATS = st.sampled_from([0.0, -1.0, 1e308, float("inf"), float("nan")])
-_OF_TYPE: dict[int, tuple[st.SearchStrategy[Any], int]] = {
-    1: (FLOATS, 0),
-    4: (NUMBERS, (1 << 64) - 1),
-    8: (st.booleans(), 0),
-    9: (TEXTS, 0),
-    13: (NUMBERS, (1 << 32) - 1),
-    17: (NUMBERS, (1 << 31) - 1),
+WILD_NUMBERS = st.sampled_from([255, 256, 1 << 20, 1 << 31, (1 << 32) - 1, 1 << 32, 1 << 53, 1 << 63, HUGE])
+WILD_TEXTS = st.sampled_from(["", "../x", "ä\n\0", "[]", "{", "y" * 5000])
+WILD_FLOATS = st.sampled_from([-1.0, 1e308, float("inf"), float("nan")])
+NAMES = st.sampled_from(["x1", "x2", "x3"])  # never the honest one's: what is said of a worker is believed
+TEXTS = {
+    "worker_id": NAMES,
+    "gone": NAMES,
+    "waiting_for": NAMES,
+    "host": st.just("elsewhere"),
+    "version": st.just(protocol.VERSION),
+    "kind": st.sampled_from(["checkpointed", "DataUnusable", "ValueError"]),
+    "report_json": st.just("{}"),
+    "fields_json": st.just("{}"),
 }
+TYPES = {1: "double", 4: "uint64", 8: "bool", 9: "string", 13: "uint32", 17: "sint32"}
+MOST = {"uint64": HUGE, "uint32": (1 << 32) - 1, "sint32": (1 << 31) - 1}
+WILD = st.integers(0, 15).map(lambda number: number == 0)
 
 
-def fill(draw: Callable[[Any], Any], message: Any, depth: int = 0) -> Any:
-    """Give some of its fields values."""
+def value_of(draw: Callable[[Any], Any], name: str, kind: str) -> Any:
+    """Mostly what could be meant, so that the rest gets further than the door."""
+    wild = draw(WILD)
+    if kind == "bool":
+        return draw(st.booleans())
+    if kind == "string":
+        return draw(WILD_TEXTS if wild else TEXTS.get(name, st.just("x1")))
+    if kind == "double":
+        return draw(WILD_FLOATS if wild else st.floats(0, 10))
+    return min(draw(WILD_NUMBERS if wild else st.integers(0, 9)), MOST[kind])
+
+
+def fill(draw: Callable[[Any], Any], message: Any) -> None:
+    """Give its fields values, and leave some out."""
     for field in message.DESCRIPTOR.fields:
-        if field.containing_oneof is not None and field.containing_oneof.name == "kind":
+        optional = field.message_type is not None or field.is_repeated or field.has_presence
+        if optional and not draw(st.booleans()):
             continue
-        if not draw(st.booleans()):
-            continue
+        at, times = getattr(message, field.name), draw(st.integers(1, 3)) if field.is_repeated else 1
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
-            for _ in range(draw(st.integers(0, 3))):
-                getattr(message, field.name)[draw(TEXTS)] = draw(FLOATS)
-        elif field.message_type is not None and field.is_repeated:
-            for _ in range(draw(st.integers(0, 3))):
-                fill(draw, getattr(message, field.name).add(), depth + 1)
+            at.update({draw(WILD_TEXTS if draw(WILD) else NAMES): value_of(draw, "", "double") for _ in range(times)})
         elif field.message_type is not None:
-            getattr(message, field.name).SetInParent()
-            fill(draw, getattr(message, field.name), depth + 1)
+            for _ in range(times):
+                fill(draw, at.add() if field.is_repeated else at)
+            if not field.is_repeated:
+                at.SetInParent()
+        elif field.is_repeated:
+            at.extend(value_of(draw, field.name, TYPES[field.type]) for _ in range(times))
         else:
-            values, most = _OF_TYPE[field.type]
-            value = [min(draw(values), most) if most else draw(values) for _ in range(3 if field.is_repeated else 1)]
-            if field.is_repeated:
-                getattr(message, field.name).extend(value)
-            else:
-                setattr(message, field.name, value[0])
-    return message
+            setattr(message, field.name, value_of(draw, field.name, TYPES[field.type]))
 
 
 @st.composite
-def messages(draw: Callable[[Any], Any], kind_of: Any) -> Any:
-    message = kind_of()
-    kinds = [field.name for field in message.DESCRIPTOR.oneofs_by_name["kind"].fields]
-    kind = draw(st.sampled_from(kinds))
-    getattr(message, kind).SetInParent()
-    fill(draw, getattr(message, kind))
+def messages(draw: Callable[[Any], Any], message_class: Any, kinds: tuple[str, ...] = ()) -> Any:
+    message = message_class()
+    fields = message.DESCRIPTOR.oneofs_by_name["kind"].fields
+    kind = draw(st.sampled_from(kinds or [field.name for field in fields]))
+    body = getattr(message, kind)
+    body.SetInParent()
+    fill(draw, body)
+    leases = (
+        [body] if kind == "leases" else [body.leases] if kind in ("join", "beat") and body.HasField("leases") else []
+    )
+    for said in leases:
+        for lease in said.held:
+            lease.lo, lease.used, lease.hi = sorted((lease.lo, lease.used, lease.hi))
+        said.heard = max(said.heard, *(lease.number for lease in said.held), 0)
+    if kind == "join" and body.HasField("newest"):
+        del body.newest.leavers[:]
+        del body.newest.members[:]
+        body.newest.members.add(worker_id=body.worker_id, slot=body.slot, host=body.host)
     return message
 
 
+READY = FromWorker(ready={})
 HELLO = FromLauncher(hello={"host": "elsewhere", "workers": [{"worker_id": "x1"}]})
 ANY = st.one_of(
-    st.tuples(st.just("Work"), st.lists(messages(FromWorker), max_size=6).map(lambda more: [worker(), *more])),
+    st.tuples(st.just("Work"), st.lists(messages(FromWorker), max_size=6).map(lambda more: [worker(), READY, *more])),
+    st.builds(
+        lambda join, more: ("Work", [join, READY, *more]),
+        messages(FromWorker, ("join",)),
+        st.lists(messages(FromWorker), max_size=4),
+    ),
     st.tuples(st.just("Work"), st.lists(messages(FromWorker), min_size=1, max_size=2)),
     st.tuples(st.just("Launch"), st.lists(messages(FromLauncher), max_size=6).map(lambda more: [HELLO, *more])),
     st.tuples(st.just("Launch"), st.lists(messages(FromLauncher), min_size=1, max_size=2)),
@@ -403,48 +431,57 @@ def talk(job: Job, said: list[tuple[str, list[Any]]]) -> None:
     for method, sequence in said:
         code, why = send(job, method, *sequence)
         assert code in ENDINGS, why
-
-
-@settings(max_examples=40, **QUIETLY)
-@given(said=st.lists(ANY, min_size=1, max_size=4))
-def test_whatever_is_said_the_job_goes_on(job: Job, said: list[tuple[str, list[Any]]]) -> None:
-    talk(job, said)
     job.check()
 
 
-def without_a_journal(make_job: Callable[..., Job], said: list[tuple[str, list[Any]]]) -> None:
-    job = make_job(budget_s=0.5)
-    job.honest.end()
-    job.server.stop()
-    lose_journal(job.run_dir, "deleted")
-    job.bring_up(budget_s=0.5)
-    job.honest = Stream(job, "Work", WORKER)
-    talk(job, [(method, sequence) for method, sequence in said if method != "Command"])
-    job.honest.hear("welcome")
-    job.check()
-    job.check_journal()
+def with_a_journal(tmp_path: Path, said: list[tuple[str, list[Any]]]) -> None:
+    job = Job(Path(tempfile.mkdtemp(dir=tmp_path)) / "run")
+    try:
+        talk(job, said)
+        job.check_journal()
+    finally:
+        job.end()
 
 
-@settings(max_examples=6, **QUIETLY)
+def without_a_journal(tmp_path: Path, said: list[tuple[str, list[Any]]]) -> None:
+    job = Job(Path(tempfile.mkdtemp(dir=tmp_path)) / "run")
+    try:
+        job.honest.end()
+        job.server.stop()
+        lose_journal(job.run_dir, "deleted")
+        job.bring_up(budget_s=0.5)
+        job.honest = Stream(job, "Work", WORKER)
+        talk(job, [(method, sequence) for method, sequence in said if method != "Command"])
+        job.check_journal()
+    finally:
+        job.end()
+
+
+@settings(max_examples=15, **QUIETLY)
+@given(said=st.lists(ANY, min_size=1, max_size=6))
+def test_whatever_is_said_the_job_goes_on(tmp_path: Path, said: list[tuple[str, list[Any]]]) -> None:
+    with_a_journal(tmp_path, said)
+
+
+@settings(max_examples=5, **QUIETLY)
 @given(said=st.lists(ANY, min_size=1, max_size=6))
 def test_whatever_is_said_to_a_coordinator_without_a_journal_it_goes_on(
-    make_job: Callable[..., Job], said: list[tuple[str, list[Any]]]
+    tmp_path: Path, said: list[tuple[str, list[Any]]]
 ) -> None:
-    without_a_journal(make_job, said)
+    without_a_journal(tmp_path, said)
 
 
 @pytest.mark.slow
-@settings(max_examples=2000, **{**QUIETLY, "derandomize": False})
+@settings(max_examples=400, **{**QUIETLY, "derandomize": False})
 @given(said=st.lists(ANY, min_size=1, max_size=8))
-def test_whatever_is_said_for_long_the_job_goes_on(job: Job, said: list[tuple[str, list[Any]]]) -> None:
-    talk(job, said)
-    job.check()
+def test_whatever_is_said_many_jobs_go_on(tmp_path: Path, said: list[tuple[str, list[Any]]]) -> None:
+    with_a_journal(tmp_path, said)
 
 
 @pytest.mark.slow
-@settings(max_examples=200, **{**QUIETLY, "derandomize": False})
+@settings(max_examples=100, **{**QUIETLY, "derandomize": False})
 @given(said=st.lists(ANY, min_size=1, max_size=8))
 def test_whatever_is_said_to_many_coordinators_without_a_journal_they_go_on(
-    make_job: Callable[..., Job], said: list[tuple[str, list[Any]]]
+    tmp_path: Path, said: list[tuple[str, list[Any]]]
 ) -> None:
-    without_a_journal(make_job, said)
+    without_a_journal(tmp_path, said)
