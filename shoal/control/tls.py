@@ -7,7 +7,6 @@ our own asks why (`refusal`): nobody there is no refusal.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import socket
@@ -77,13 +76,16 @@ class Tls:
         up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
         asks = client.wrap_bio(down, up, server_hostname=host)
         answers = server.wrap_bio(up, down, server_side=True)
-        try:
-            for _ in range(3):  # hello, its answer, the client's certificate
-                for side in (asks, answers):
-                    with contextlib.suppress(ssl.SSLWantReadError):
-                        side.do_handshake()
-        except ssl.SSLError as problem:
-            raise CertificateRefused(f"{self.folder}: {_why(problem, host)}") from None
+        for _ in range(3):  # hello, its answer, the client's certificate
+            for side, believed in ((asks, "coordinator.pem"), (answers, "client.pem")):
+                try:
+                    side.do_handshake()
+                except ssl.SSLWantReadError:
+                    continue
+                except ssl.SSLError as problem:
+                    why, then = _why(problem, host)
+                    then = then if believed == "coordinator.pem" else "make both with shoal certs in one folder"
+                    raise CertificateRefused(f"{self.folder / believed}: {why}; {then}") from None
 
     def _context(self, protocol_: int, whose: str) -> ssl.SSLContext:
         import ssl
@@ -125,7 +127,7 @@ class Tls:
             except ssl.SSLEOFError:
                 return None
             except ssl.SSLError as problem:
-                return _why(problem, host)
+                return "; ".join(_why(problem, host))
             except ConnectionResetError:
                 if hung_up == 0:
                     return None
@@ -237,20 +239,24 @@ def _speaks_tls(address: str) -> str | None:
         return None
 
 
-def _why(problem: ssl.SSLError, host: str) -> str:
+def _why(problem: ssl.SSLError, host: str) -> tuple[str, str]:
+    """What is wrong, and what to do."""
     import ssl
 
     if not isinstance(problem, ssl.SSLCertVerificationError):
         reason = str(problem.reason)
         if "ALERT" in reason:
-            return f"it does not take this client's certificate ({reason}); use the one of the job's run directory"
-        return f"it does not speak TLS ({reason or problem}), and the job does; is that another job's port?"
+            return f"it does not take this client's certificate ({reason})", "use the one of the job's run directory"
+        return f"it does not speak TLS ({reason or problem}), and the job does", "is that another job's port?"
     code, said = problem.verify_code, problem.verify_message
     if code in _OTHER_NAME:
-        return f"its certificate is not for {host}; make one with shoal certs DIR --host {host}"
+        return f"its certificate is not for {host}", f"make one with shoal certs DIR --host {host}"
     if code in (_EXPIRED, _NOT_YET):
         how = "has expired" if code == _EXPIRED else "is not valid yet (do the clocks agree?)"
-        return f"its certificate {how}; make another with shoal certs DIR, and shoal resume takes it up"
+        return f"its certificate {how}", "make another with shoal certs DIR, and shoal resume takes it up"
     if code in _UNKNOWN_AUTHORITY:
-        return "its certificate is of another authority; use the run directory of the job, or its ca.pem"
-    return f"its certificate is not believed ({said}); make another with shoal certs"
+        return (
+            "its certificate is of another authority",
+            "use the run directory of the job, or the ca.pem that signed it",
+        )
+    return f"its certificate is not believed ({said})", "make another with shoal certs"

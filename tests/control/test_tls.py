@@ -126,6 +126,19 @@ def test_a_certificate_that_has_expired_is_made_anew(made: Path) -> None:
     tls.check(made, mutual=False)
 
 
+@pytest.mark.parametrize("whose", ["coordinator", "client"])
+def test_certificates_of_two_authorities_are_refused_before_a_job_begins(
+    made: Path, tmp_path: Path, whose: str
+) -> None:
+    certificates.make(tmp_path / "others")
+    shutil.copy(tmp_path / "others" / f"{whose}.pem", made)
+    with pytest.raises(CertificateUnusable, match="key and certificate do not belong together"):
+        tls.check(made, mutual=True)
+    shutil.copy(tmp_path / "others" / f"{whose}.key", made)
+    with pytest.raises(CertificateRefused, match=rf"{whose}\.pem: its certificate is of another authority; "):
+        tls.check(made, mutual=True)
+
+
 @pytest.mark.parametrize("missing", ["ca.key", "coordinator.key"])
 def test_a_certificate_without_its_key_is_not_replaced(made: Path, missing: str) -> None:
     (made / missing).unlink()
