@@ -14,7 +14,9 @@ ShoalError                      what shoal raises
 │   ├── CheckpointUnusable      damaged, of a newer version, or of another model
 │   ├── HostUnusable            a host cannot be reached, has no shoal, or another version
 │   ├── JobNotFound             no job of that name answers
-│   └── TokenRefused            the token is missing or not the job's
+│   ├── TokenRefused            the token is missing or not the job's
+│   ├── CertificateUnusable     a certificate or key is missing, damaged, or cannot be made
+│   └── CertificateRefused      two ends do not believe each other's certificates, or only one of them speaks TLS
 ├── RestartBudgetSpent          workers died more often than the budget allows
 ├── CoordinatorLost             the coordinator ended, or does not answer
 ├── HostLost                the launcher of another host ended, or does not answer
@@ -84,6 +86,14 @@ class JobNotFound(UserMistake):
 
 class TokenRefused(UserMistake):
     pass
+
+
+class CertificateUnusable(UserMistake):
+    pass
+
+
+class CertificateRefused(UserMistake):
+    final = True  # it will be so the next time too
 
 
 class RestartBudgetSpent(ShoalError):

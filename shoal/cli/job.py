@@ -13,6 +13,7 @@ from pathlib import Path
 from shoal import errors
 from shoal.checkpoints import Checkpoint
 from shoal.cli.shell import one_line
+from shoal.control import tls
 from shoal.control.environment import WorkerEnvironment
 from shoal.control.rundir import Committed, RunDir
 from shoal.launch.fleet import fleet_of
@@ -51,6 +52,8 @@ def run_job(
     origin: Origin = BEGINNING,
     checkpoint: Checkpoint | None = None,
 ) -> int:
+    if settings.tls:
+        tls.provide(run_dir, Path(settings.tls), settings.mutual)
     inherited = WorkerEnvironment.from_env(os.environ)
     environment = WorkerEnvironment(
         threads=settings.threads or 0,

@@ -27,7 +27,7 @@ from shoal.cli.options import (
     normalized,
 )
 from shoal.cli.shell import app
-from shoal.control import prometheus, rundir
+from shoal.control import prometheus, rundir, tls
 from shoal.control.rundir import RunDir
 from shoal.launch.screen import Screen
 from shoal.launch.settings import JobSettings, parse_size
@@ -165,6 +165,9 @@ def _use_model_file(
     if weights is not None:
         checkpoints.weights(weights)
         of_job["init_from"] = str(weights.absolute())
+    if of_job.get("tls"):
+        of_job["tls"] = os.path.abspath(of_job["tls"])
+        tls.check(Path(of_job["tls"]), bool(of_job.get("mutual")))
     settings = JobSettings(
         script=str(RUNNER),
         args=recipe.args(),

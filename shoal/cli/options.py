@@ -74,6 +74,16 @@ InitOption = Annotated[
         help="Begin with the weights of a checkpoint, a run, or a safetensors file.",
     ),
 ]
+TlsOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--tls",
+        callback=normalized,
+        metavar="DIR",
+        help="Speak TLS with the coordinator, by certificates that shoal certs has made there.",
+    ),
+]
+MutualOption = Annotated[bool, typer.Option("--mutual", help="Let only those in who show a client's certificate.")]
 
 # Of commands that use a model file.
 ModelFile = Annotated[

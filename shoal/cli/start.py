@@ -13,9 +13,19 @@ import typer
 from shoal import checkpoints, errors
 from shoal.cli.hosts import named_hosts
 from shoal.cli.job import check_script, resumed, run_job
-from shoal.cli.options import DirOption, InitOption, JobArgument, QuietOption, WorkersOption, normalized, parse_bytes
+from shoal.cli.options import (
+    DirOption,
+    InitOption,
+    JobArgument,
+    MutualOption,
+    QuietOption,
+    TlsOption,
+    WorkersOption,
+    normalized,
+    parse_bytes,
+)
 from shoal.cli.shell import app
-from shoal.control import prometheus, rundir
+from shoal.control import prometheus, rundir, tls
 from shoal.control.rundir import RunDir
 from shoal.control.timeouts import DEFAULT_BUDGET_S, Timeouts
 from shoal.launch.relaunch import Relaunch
@@ -109,6 +119,8 @@ def run(
     remote_python: Annotated[
         str | None, typer.Option(metavar="PATH", help="Python on the other hosts; the same path as here if left out.")
     ] = None,
+    certificates: TlsOption = None,
+    mutual: MutualOption = False,
     quiet: QuietOption = False,
 ) -> int:
     """Train with a script, on this machine or on several, while workers come and go."""
@@ -142,8 +154,12 @@ def run(
         ssh=ssh,
         remote_python=remote_python or "",
         follows_slots=workers is None or ":" in workers,
+        tls=str(certificates.absolute()) if certificates is not None else "",
+        mutual=mutual,
     )
     check_script(script)
+    if certificates is not None:
+        tls.check(certificates, mutual)
     if init_from is not None:
         checkpoints.weights(init_from)
     kept = asdict(settings)

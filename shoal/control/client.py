@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shoal.control import protocol
+from shoal.control import bounds, protocol
 from shoal.control.borrowed import Borrowed
 from shoal.control.generation import MAX_SLOTS, Generation
 from shoal.control.instructions import SetTarget, Stop
@@ -77,8 +77,8 @@ class Client:
         self._link = Link(run_dir, "Work", ToWorker, timeouts, self._join, self._hear, self._beat)
 
     def connect(self) -> int:
-        """Blocks until welcomed; this worker's slot. Raises TokenRefused, SettingsContradict, or CoordinatorLost after
-        the join timeout."""
+        """Blocks until welcomed; this worker's slot. Raises TokenRefused, CertificateRefused, SettingsContradict, or
+        CoordinatorLost after the join timeout."""
         self._link.start()
         deadline = time.monotonic() + self._timeouts.join_s
         with self._news:
@@ -87,6 +87,9 @@ class Client:
                     raise TokenRefused(
                         f"{self._link.address} refused the token; use the one in the job's run directory"
                     )
+                refused = self._link.refused
+                if refused is not None and (self._link.refused_for_good or time.monotonic() > deadline):
+                    raise refused
                 if self._refused:
                     raise SettingsContradict(f"{self._worker_id} cannot join: {self._refused}")
                 if time.monotonic() > deadline:
@@ -190,7 +193,10 @@ class Client:
             )
 
     def _beat(self) -> Any:
-        return FromWorker(beat={**vars(self._progress()), "leases": protocol.said_to_wire(self.borrowed.said())})
+        progress = self._progress()
+        metrics = [(name, value) for name, value in progress.metrics.items() if len(name) <= bounds.MAX_NAME]
+        body = {**vars(progress), "metrics": dict(metrics[: bounds.MAX_METRICS])}
+        return FromWorker(beat={**body, "leases": protocol.said_to_wire(self.borrowed.said())})
 
     def _hear(self, message: Any) -> None:
         kind, body = protocol.kind_of(message)

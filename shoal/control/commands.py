@@ -10,17 +10,17 @@ import json
 import time
 from typing import Any
 
-from shoal.control import protocol
+from shoal.control import protocol, tls
 from shoal.control.protocol import CommandReply, CommandRequest
 from shoal.control.rundir import RunDir
 from shoal.control.timeouts import Timeouts
-from shoal.errors import JobNotFound, SettingsContradict, TokenRefused
+from shoal.errors import CertificateRefused, JobNotFound, SettingsContradict, TokenRefused
 
 _ASK_AGAIN_S = 0.05
 
 
 def status(run_dir: RunDir, timeout_s: float = Timeouts().command_s) -> dict[str, Any]:
-    """What the coordinator knows of the job. Raises JobNotFound, TokenRefused."""
+    """What the coordinator knows of the job. Raises JobNotFound, TokenRefused, CertificateRefused."""
     return _command(run_dir, CommandRequest(status={}), timeout_s)
 
 
@@ -30,12 +30,12 @@ def scale(run_dir: RunDir, target: int, timeout_s: float = Timeouts().command_s)
 
 
 def stop(run_dir: RunDir, reason: str, timeout_s: float = Timeouts().command_s) -> dict[str, Any]:
-    """Drain every worker and end the job. Raises JobNotFound, TokenRefused."""
+    """Drain every worker and end the job. Raises JobNotFound, TokenRefused, CertificateRefused."""
     return _command(run_dir, CommandRequest(stop={"reason": reason}), timeout_s)
 
 
 def checkpoint(run_dir: RunDir, timeout_s: float = Timeouts().command_s) -> dict[str, Any]:
-    """Ask for a checkpoint of the next commit. Raises JobNotFound, TokenRefused."""
+    """Ask for a checkpoint of the next commit. Raises JobNotFound, TokenRefused, CertificateRefused."""
     return _command(run_dir, CommandRequest(checkpoint={}), timeout_s)
 
 
@@ -53,11 +53,16 @@ class _Away(Exception):
     """There is no coordinator at the address, or it gave no answer."""
 
 
+class _Unreachable(_Away):
+    """No connection came about, or it broke."""
+
+
 class Commands:
     """Commands over one connection; for whoever looks again and again, since a connection costs more than an answer."""
 
     def __init__(self, run_dir: RunDir) -> None:
         self._run_dir = run_dir
+        self._tls = run_dir.tls()
         self._address = ""
         self._channel: Any = None
 
@@ -73,8 +78,9 @@ class Commands:
 
     def say(self, request: Any, timeout_s: float) -> dict[str, Any]:
         """Ask until there is an answer: while the job lives, a coordinator that is away comes back. Raises JobNotFound,
-        TokenRefused, and SettingsContradict for what the coordinator will not do."""
+        TokenRefused, CertificateRefused, and SettingsContradict for what the coordinator will not do."""
         run_dir, deadline = self._run_dir, time.monotonic() + timeout_s
+        refused: CertificateRefused | None = None
         while True:
             address = run_dir.address()
             if address is not None:
@@ -83,13 +89,17 @@ class Commands:
                 except TokenRefused:
                     if not run_dir.runs():
                         raise  # else another job has the port for now: the next coordinator takes another
+                except _Unreachable:
+                    refused = tls.refusal(run_dir, self._tls, address)
+                    if refused is not None and refused.final:
+                        raise refused from None
                 except _Away:
                     pass
                 self._disconnect()  # a connection that failed would wait before it tries again
             if not run_dir.runs():
                 raise JobNotFound(f"{run_dir.path} does not run; shoal status says how it ended")
             if time.monotonic() >= deadline:
-                raise JobNotFound(
+                raise refused or JobNotFound(
                     f"the job in {run_dir.path} gives no answer within {timeout_s:g} s; try again, or end it"
                 )
             time.sleep(_ASK_AGAIN_S)
@@ -99,7 +109,7 @@ class Commands:
 
         if address != self._address:
             self._disconnect()
-            self._address, self._channel = address, grpc.insecure_channel(address, options=protocol.CHANNEL_OPTIONS)
+            self._address, self._channel = address, tls.channel(self._tls, address)
         call = self._channel.unary_unary(
             f"/{protocol.SERVICE}/Command",
             request_serializer=protocol.to_bytes,
@@ -110,7 +120,7 @@ class Commands:
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.UNAUTHENTICATED:
                 raise TokenRefused(f"{address} refused the token; use the one in the job's run directory") from None
-            raise _Away from None
+            raise (_Unreachable if error.code() is grpc.StatusCode.UNAVAILABLE else _Away) from None
         if reply.error:
             raise SettingsContradict(reply.error)
         answer: dict[str, Any] = json.loads(reply.status_json)

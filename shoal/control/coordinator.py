@@ -17,8 +17,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
-from shoal.control import lending, prometheus, protocol
+from shoal.control import bounds, lending, prometheus, protocol
 from shoal.control import membership as m
+from shoal.control.bounds import BadMessage
 from shoal.control.generation import Generation
 from shoal.control.hosts import Host
 from shoal.control.instructions import (
@@ -51,6 +52,7 @@ from shoal.wording import counted
 OnError = Literal["stop", "relaunch"]
 Event = Callable[[Membership, float], Outcome]
 NOTES = ("checkpointed", "checkpoint_failed")  # kinds of events that workers tell of
+_UNLOGGED = 1 << 20  # generations that nobody remembers any more: none in practice
 
 _DEATH_S = 0.1  # for a launcher to say that a worker, whose connection has ended, is dead
 
@@ -123,18 +125,19 @@ class Coordinator:
         if self._after:
             fault_point("returns")
         self._take_up()
-        self._server = grpc.aio.server(options=protocol.SERVER_OPTIONS)
+        self._server = grpc.aio.server(options=protocol.server_options(self._membership.timeouts))
         handlers = {
-            "Work": grpc.stream_stream_rpc_method_handler(self._work, FromWorker.FromString, protocol.to_bytes),
-            "Launch": grpc.stream_stream_rpc_method_handler(self._launch, FromLauncher.FromString, protocol.to_bytes),
-            "Command": grpc.unary_unary_rpc_method_handler(self._command, CommandRequest.FromString, protocol.to_bytes),
+            # What comes in stays bytes: what is no message is ours to tell, and not gRPC's in a traceback.
+            "Work": grpc.stream_stream_rpc_method_handler(self._work, None, protocol.to_bytes),
+            "Launch": grpc.stream_stream_rpc_method_handler(self._launch, None, protocol.to_bytes),
+            "Command": grpc.unary_unary_rpc_method_handler(self._command, None, protocol.to_bytes),
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(protocol.SERVICE, handlers),))
         before = self.run_dir.address()
         try:
-            port = self._server.add_insecure_port(before or f"{self._bind}:0")
+            port = self._listen(before or f"{self._bind}:0")
         except RuntimeError:  # somebody else has it by now
-            port = self._server.add_insecure_port(f"{self._bind}:0")
+            port = self._listen(f"{self._bind}:0")
         await self._server.start()
         address = f"{self._bind}:{port}"
         self.run_dir.write_address(address)
@@ -142,6 +145,15 @@ class Coordinator:
         self._ticker = asyncio.create_task(self._tick())
         await self._serve_metrics()
         return address
+
+    def _listen(self, address: str) -> int:
+        """The port. Raises RuntimeError where it is not free, CertificateUnusable."""
+        tls = self.run_dir.tls()
+        if tls is None:
+            port: int = self._server.add_insecure_port(address)
+        else:
+            port = self._server.add_secure_port(address, tls.server_credentials())
+        return port
 
     def _take_up(self) -> None:
         """Go on where the coordinator before was killed, if there was one."""
@@ -268,8 +280,9 @@ class Coordinator:
 
     async def _converse(
         self,
-        requests: AsyncIterator[Any],
+        requests: AsyncIterator[bytes],
         context: Any,
+        message_class: Any,
         streams: dict[str, Outbox],
         first: str,
         opened: Callable[[Any, Outbox], str],
@@ -277,14 +290,15 @@ class Coordinator:
         closed: Callable[[str], None] = lambda whose: None,
     ) -> None:
         """Serve one stream to its end. Its `first` message says whose it is, which `opened` returns; the stream takes
-        the place of an older one of the same in `streams`, and `closed` is called unless another has taken its own."""
+        the place of an older one of the same in `streams`, and `closed` is called unless another has taken its own. A
+        message that cannot be meant ends it."""
         await self._admit(context)
         outbox = Outbox()
         whose = ""
         sending = asyncio.create_task(outbox.send_all(context))
         try:
             async for message in requests:
-                kind, body = protocol.kind_of(message)
+                kind, body = bounds.parse(message_class, message)
                 if kind == first and not whose:
                     whose = opened(body, outbox)
                     if (older := streams.get(whose)) is not None:
@@ -294,12 +308,23 @@ class Coordinator:
                     heard(whose, kind, body)
             outbox.end()
             await sending
+        except BadMessage as bad:
+            outbox.end()
+            # A status cannot follow while something is being sent; whoever reads nothing meanwhile hears none.
+            await asyncio.wait([sending], timeout=self._membership.timeouts.beat_s)
+            await self._drop(context, whose, bad)
         finally:
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)  # it fails when the stream broke: no news
             if streams.get(whose) is outbox:
                 del streams[whose]
                 closed(whose)
+
+    async def _drop(self, context: Any, whose: str, bad: BadMessage) -> None:
+        import grpc
+
+        _log.warning("a stream of %s is ended: %s", whose or context.peer(), bad)
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(bad))
 
     async def _admit(self, context: Any) -> None:
         if not protocol.admits(self._token, context.invocation_metadata()):
@@ -309,22 +334,34 @@ class Coordinator:
 
     # A worker speaks.
 
-    async def _work(self, requests: AsyncIterator[Any], context: Any) -> None:
+    async def _work(self, requests: AsyncIterator[bytes], context: Any) -> None:
         def closed(worker_id: str) -> None:
             self._post(lambda membership, now: self._disconnected(membership, worker_id))
 
-        await self._converse(requests, context, self._workers, "join", self._enter, self._heard, closed)
+        streams = self._workers
+        await self._converse(requests, context, FromWorker, streams, "join", self._enter, self._heard, closed)
 
     def _enter(self, join: Any, outbox: Outbox) -> str:
-        self._figures.pids[join.worker_id] = join.pid
         newest = protocol.from_wire(join.newest) if join.HasField("newest") else None
         slot = join.slot if join.HasField("slot") else None
         said = protocol.said_from_wire(join.leases, join.worker_id) if join.HasField("leases") else None
         report = Report(join.worker_id, join.host, slot, newest, join.last_fault, join.dismissed, said, join.address)
+        self._doubt(report)
+        self._figures.pids[join.worker_id] = join.pid
         if self._rebuilding is not None:
             self._rebuilding.reports[report.worker_id] = report
         self._post(self._joined(report, join.version, outbox))
         return report.worker_id
+
+    def _doubt(self, report: Report) -> None:
+        """Fails with BadMessage where the worker knows of much more than can have been: nothing of it is in the log."""
+        known = self._membership.number if self._rebuilding is None else self._rebuilding.number
+        told = 0 if report.newest is None else report.newest.number
+        if told > known + _UNLOGGED:
+            raise BadMessage(f"{report.worker_id} knows generation {told}, and the job {known}")
+        said = report.leases
+        if self._rebuilding is not None and said is not None and said.heard >= self._rebuilding.next_lease:
+            raise BadMessage(f"{report.worker_id} has lease {said.heard}, which nobody has given")
 
     def _joined(self, report: Report, version: str, outbox: Outbox) -> Event:
         worker_id, known = report.worker_id, 0 if report.newest is None else report.newest.number
@@ -382,13 +419,13 @@ class Coordinator:
             event = partial(self._broken_link, worker_id, body.generation, body.slot)
             asyncio.get_running_loop().call_later(_DEATH_S, self._post, event)
         elif kind == "finished":
-            report = json.loads(body.report_json or "{}")
+            report = bounds.details(body.report_json)
             details = {"digest": body.digest, "step": body.step, "seq": body.seq, "report": report}
             self._post(lambda membership, now: m.on_finished(membership, worker_id, details))
         elif kind == "failed":
             self._post(self._failed(worker_id, body))
         elif kind == "note" and body.kind in NOTES:
-            fields = {"worker_id": worker_id, "text": body.text, **json.loads(body.fields_json or "{}")}
+            fields = {"worker_id": worker_id, "text": body.text, **bounds.details(body.fields_json)}
             self._events.append(event_line(self._wall(), body.kind, fields))
             self._counts[body.kind] += 1
             self._tell_worker(worker_id, ToWorker(heeded={"number": body.number}))
@@ -412,8 +449,9 @@ class Coordinator:
 
     # A launcher speaks.
 
-    async def _launch(self, requests: AsyncIterator[Any], context: Any) -> None:
-        await self._converse(requests, context, self._launchers, "hello", self._greet, self._heard_launcher)
+    async def _launch(self, requests: AsyncIterator[bytes], context: Any) -> None:
+        streams = self._launchers
+        await self._converse(requests, context, FromLauncher, streams, "hello", self._greet, self._heard_launcher)
 
     def _greet(self, hello: Any, outbox: Outbox) -> str:
         name, now = str(hello.host), self._clock()
@@ -478,10 +516,13 @@ class Coordinator:
 
     # Somebody commands.
 
-    async def _command(self, request: Any, context: Any) -> Any:
+    async def _command(self, request: bytes, context: Any) -> Any:
         await self._admit(context)
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        kind, body = protocol.kind_of(request)
+        try:
+            kind, body = bounds.parse(CommandRequest, request)
+        except BadMessage as bad:
+            return await self._drop(context, "", bad)
         if kind == "describe":
             described = {"dir": str(self.run_dir.path), "settings": self.run_dir.settings()}
             return CommandReply(status_json=json.dumps(described))
@@ -497,9 +538,11 @@ class Coordinator:
                 elif kind == "stop":
                     outcome = m.on_stop(membership, Stop(body.reason))
             except SettingsContradict as mistake:
-                done.set_exception(mistake)
+                if not done.done():
+                    done.set_exception(mistake)
             else:
-                done.set_result(None)
+                if not done.done():  # whoever asked waits no longer
+                    done.set_result(None)
             return outcome
 
         self._post(event)

@@ -6,6 +6,7 @@ another one may have another port. gRPC is imported when the first stream is ope
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import random
@@ -16,9 +17,12 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from shoal.control import protocol
+from shoal.control import protocol, tls
 from shoal.control.rundir import RunDir
 from shoal.control.timeouts import Timeouts
+from shoal.errors import UserMistake
+
+_log = logging.getLogger("shoal.link")
 
 
 class Link:
@@ -41,6 +45,7 @@ class Link:
     ) -> None:
         self._run_dir = run_dir
         self._token = run_dir.token()
+        self._tls = run_dir.tls()
         self._method = method
         self._response = response
         self._timeouts = timeouts
@@ -55,6 +60,7 @@ class Link:
         self._open = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"shoal-{method.lower()}", daemon=True)
         self.token_refused = threading.Event()
+        self.refused: UserMistake | None = None  # why the newest attempt failed, if for certificates
         self.address = run_dir.address() or "127.0.0.1:0"  # of the newest attempt
         self.answered = False  # the coordinator has said something on the present stream
 
@@ -99,8 +105,11 @@ class Link:
     def _run(self) -> None:
         pause_s = self._timeouts.backoff_first_s
         while not self._closing.is_set():
-            if self._converse():
-                pause_s = self._timeouts.backoff_first_s
+            try:
+                if self._converse():
+                    pause_s = self._timeouts.backoff_first_s
+            except UserMistake as mistake:  # a certificate cannot be read
+                self._note(mistake)
             # Jitter: the workers of a job lose the coordinator at the same moment.
             self._closing.wait(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, self._timeouts.backoff_max_s)
@@ -114,7 +123,7 @@ class Link:
         grpc._common.MAXIMUM_WAIT_TIMEOUT = self._timeouts.budget_s
         heard = False
         self.address = self._run_dir.address() or self.address
-        with grpc.insecure_channel(self.address, options=self._options()) as channel:
+        with tls.channel(self._tls, self.address) as channel:
             outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
             with self._lock:
                 for message in self._kept.values():
@@ -131,11 +140,16 @@ class Link:
             try:
                 for message in self._call:
                     heard = self.answered = True
+                    self.refused = None
                     self._open.set()
                     self._hear(message)
             except grpc.RpcError as error:
                 if error.code() is grpc.StatusCode.UNAUTHENTICATED:
                     self.token_refused.set()
+                elif error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+                    _log.warning("%s does not take what was said: %s", self.address, error.details())
+                elif error.code() is grpc.StatusCode.UNAVAILABLE and not heard and not self._closing.is_set():
+                    self._note(tls.refusal(self._run_dir, self._tls, self.address))
             finally:
                 with self._lock:
                     self._outbox = self._call = None
@@ -144,10 +158,14 @@ class Link:
                 outbox.put(None)
         return heard
 
-    def _options(self) -> list[tuple[str, int]]:
-        """On one host the kernel says when the other end is gone."""
-        local = self.address.startswith("127.")
-        return protocol.CHANNEL_OPTIONS if local else [*protocol.CHANNEL_OPTIONS, *protocol.KEEPALIVE_OPTIONS]
+    def _note(self, refused: UserMistake | None) -> None:
+        if refused is not None and str(refused) != str(self.refused):
+            _log.warning("%s: %s", type(refused).__name__, refused)
+        self.refused = refused
+
+    @property
+    def refused_for_good(self) -> bool:
+        return self.refused is not None and getattr(self.refused, "final", True)
 
     def _outgoing(self, outbox: queue.SimpleQueue[Any]) -> Iterator[Any]:
         """gRPC asks for the next message when the last one is out, so no beats pile up while a coordinator hangs."""

@@ -20,6 +20,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from shoal.control.generation import Generation, Member
 from shoal.control.instructions import SetTarget, Stop
+from shoal.control.timeouts import Timeouts
 from shoal.data.leases import Extent, Lease, Said, Shard
 
 # gRPC reads these when it is imported. Loader workers are forked from a process that has channels: its own fork
@@ -31,6 +32,7 @@ SERVICE = "shoal.Control"
 VERSION = "1"  # a worker of another version is refused
 MAX_MESSAGE_BYTES = 1 << 20
 TRACEBACK_CHARS = 1 << 16
+_STREAMS = 16  # of one connection; a worker and a launcher have one, a command has one for a moment
 
 _BOTH = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -38,7 +40,7 @@ _BOTH = [
     # With each message it would measure the bandwidth by a ping and its answer: half of what a beat costs.
     ("grpc.http2.bdp_probe", 0),
 ]
-CHANNEL_OPTIONS = [
+_CHANNEL = [
     *_BOTH,
     # Each channel has its own connection: a shared one keeps the backoff of an attempt that failed before.
     ("grpc.use_local_subchannel_pool", 1),
@@ -47,9 +49,27 @@ CHANNEL_OPTIONS = [
     ("grpc.min_reconnect_backoff_ms", 2000),
 ]
 # Between hosts a line may be cut without a word: both ends ask now and then, and the server lets them.
-KEEPALIVE_OPTIONS = [("grpc.keepalive_time_ms", 5000), ("grpc.keepalive_timeout_ms", 5000)]
-# Two coordinators must never share a port.
-SERVER_OPTIONS = [*_BOTH, ("grpc.so_reuseport", 0), ("grpc.http2.min_ping_interval_without_data_ms", 1000)]
+_KEEPALIVE = [("grpc.keepalive_time_ms", 5000), ("grpc.keepalive_timeout_ms", 5000)]
+
+
+def channel_options(address: str) -> list[tuple[str, int]]:
+    """On one host the kernel says when the other end is gone."""
+    return _CHANNEL if address.startswith("127.") else [*_CHANNEL, *_KEEPALIVE]
+
+
+def server_options(timeouts: Timeouts) -> list[tuple[str, int]]:
+    """Whoever connects and says nothing is let go, and so is one that is not there any more."""
+    return [
+        *_BOTH,
+        ("grpc.so_reuseport", 0),  # two coordinators must never share a port
+        ("grpc.server_handshake_timeout_ms", int(timeouts.handshake_s * 1000)),
+        ("grpc.max_connection_idle_ms", int(timeouts.idle_s * 1000)),
+        ("grpc.keepalive_time_ms", int(timeouts.idle_s * 1000)),
+        ("grpc.keepalive_timeout_ms", int(timeouts.idle_s * 1000)),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.min_ping_interval_without_data_ms", 1000),
+        ("grpc.max_concurrent_streams", _STREAMS),
+    ]
 
 
 def _load() -> dict[str, Any]:

@@ -15,7 +15,7 @@ from shoal.control.hosts import Host, spread
 from shoal.control.instructions import Log, SetTarget, Stop
 from shoal.control.membership import Life, Membership, Outcome, State, Worker, dismiss_all, number_of, shed
 from shoal.control.rundir import RunDir
-from shoal.data.leases import Lent, Said
+from shoal.data.leases import NUMBERS, Lent, Said
 from shoal.wording import counted
 
 
@@ -74,12 +74,14 @@ def rebuild(
             state = State.PARTED
         worker = Worker(member, state, Life(alive_at=now), seniority, founder=False, launched=True)
         workers[member.worker_id] = worker
+    taken = {worker.member.slot for worker in workers.values()}
     for report in told.values():
-        if report.slot is not None and report.worker_id not in workers:
+        # Of two that have one slot, the first; the other is fenced when it joins.
+        if report.slot is not None and report.worker_id not in workers and report.slot not in taken:
+            taken.add(report.slot)
             state = State.PARTED if report.dismissed or report.newest is not None else State.JOINING
             member = Member(report.worker_id, report.slot, report.host, report.address)
             workers[report.worker_id] = Worker(member, state, Life(alive_at=now), founder=newest is None)
-    taken = {worker.member.slot for worker in workers.values()}
     for roster in rosters:
         for worker_id in roster.live:
             slot = slots.get(worker_id)
@@ -89,7 +91,7 @@ def rebuild(
                 taken.add(slot)
     heard = max((it.target for it in rosters if it.target is not None), key=lambda it: it.number, default=None)
     stopping = next((roster.stopping for roster in rosters if roster.stopping is not None), None)
-    target = founding.target if heard is None else heard.target
+    target = founding.target if heard is None else min(max(heard.target, founding.min_size), founding.max_size)
     hosts = _hosts(founding, rosters)
     names = (*slots, *workers, *(worker_id for roster in rosters for worker_id in (*roster.live, *roster.gone)))
     next_worker = max([founding.next_worker, *(number_of(worker_id) + 1 for worker_id in names)])
@@ -137,10 +139,15 @@ class Rebuilding:
         self._until = until
         self._expected = {host.name for host in expected}
         self._audit = run_dir.audit
-        self._number, self._slots, self._losses = _remembered(run_dir.events)
+        self.number, self._slots, self._losses = _remembered(run_dir.events)
         self.reports: dict[str, Report] = {}
         self.rosters: dict[str, Roster] = {}
         self._gone: set[str] = set()
+
+    @property
+    def next_lease(self) -> int:
+        """Numbers from there on were never given, even if the event log has lost most of what it knew."""
+        return (self._losses + 1000) * NUMBERS
 
     def on_gone(self, worker_id: str) -> None:
         self._gone.add(worker_id)
@@ -154,7 +161,7 @@ class Rebuilding:
     def rebuilt(self, founding: Membership, now: float) -> Outcome:
         """The event with which decisions begin again."""
         reports, rosters = self.reports.values(), self.rosters.values()
-        membership, instructions = rebuild(founding, reports, rosters, self._slots, self._number, now)
+        membership, instructions = rebuild(founding, reports, rosters, self._slots, self.number, now)
         newest = "no generation" if membership.newest is None else f"generation {membership.newest.number}"
         text = f"{newest}, from {counted(len(self.reports), 'worker')}; the next is {membership.number + 1}"
         lent = self._lent()

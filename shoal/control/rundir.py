@@ -9,6 +9,7 @@ import math
 import os
 import re
 import secrets
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal import checkpoints
+from shoal.control.tls import Tls
 from shoal.errors import JobNotFound, RunDirUnusable
 from shoal.metrics import read_events
 
@@ -135,6 +137,10 @@ class RunDir:
         """What each worker measured, a file of JSON lines for each."""
         return self.path / "metrics"
 
+    @property
+    def tls_folder(self) -> Path:
+        return self.path / "tls"
+
     def token(self) -> str:
         return self.token_file.read_text().strip()
 
@@ -153,6 +159,15 @@ class RunDir:
         except FileNotFoundError:
             return None
 
+    def tls(self) -> Tls | None:
+        """What the coordinator and its clients show each other; None in a job that speaks plain text. Raises
+        RunDirUnusable where it was to be there."""
+        if self.tls_folder.is_dir():
+            return Tls(self.tls_folder)
+        if self.settings().get("tls"):
+            raise RunDirUnusable(f"{self.tls_folder} is gone; shoal resume puts it back")
+        return None
+
     def write_address(self, address: str) -> None:
         write_atomically(self.address_file, address)
 
@@ -163,6 +178,11 @@ class RunDir:
         except FileNotFoundError:
             return 0, False
         return int(pid), bool(phase)
+
+    def serving(self) -> int:
+        """The pid of the coordinator, if it serves and lives on this machine; else 0."""
+        pid, serves = self.coordinator()
+        return pid if serves and Path(f"/proc/{pid}").exists() else 0
 
     def claim(self) -> Claim:
         """For a coordinator. Raises RunDirUnusable while another one lives."""
@@ -204,6 +224,8 @@ class RunDir:
             for draft in self.path.glob(pattern):
                 with contextlib.suppress(OSError):
                     draft.unlink()
+        for folder in self.path.glob(".tls.*"):
+            shutil.rmtree(folder, ignore_errors=True)
         checkpoints.remove_drafts(self.checkpoints)
 
     def last_generation(self) -> int:

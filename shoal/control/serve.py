@@ -10,6 +10,7 @@ import asyncio
 import importlib
 import logging
 import os
+import resource
 import signal
 import sys
 import threading
@@ -97,6 +98,9 @@ def main() -> None:
     parser.add_argument("--parent", type=int, help="the pid that started this; exit if it is not the parent")
     options = parser.parse_args()
     die_with(options.parent if options.parent is not None else os.getppid())
+    # Connections that say nothing are let go after a while; until then they must not keep others out.
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
 
     async def serve() -> None:

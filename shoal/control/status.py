@@ -10,6 +10,7 @@ from shoal.control.protocol import FromWorker
 from shoal.control.rundir import RunDir, finite
 
 RATE_WINDOW_S = 10.0
+_REASON_CHARS = 4000  # the whole is in the event log; an answer must fit into a message
 
 
 class Figures:
@@ -72,7 +73,7 @@ class Figures:
         return {
             "dir": str(run_dir.path),
             "phase": _phase(membership),
-            "reason": "" if membership.stopping is None else membership.stopping.reason,
+            "reason": "" if membership.stopping is None else membership.stopping.reason[:_REASON_CHARS],
             "generation": membership.number,
             "workers": workers,
             "seq": front.seq,

@@ -71,6 +71,16 @@ class Timeouts:
         """Without a word from the other end of a pipe between hosts, until it counts as cut."""
         return 3 * self.budget_s
 
+    @property
+    def handshake_s(self) -> float:
+        """From a connection until the other end has said who it is."""
+        return 2 * self.budget_s
+
+    @property
+    def idle_s(self) -> float:
+        """For a connection that nothing is asked on, and until one is taken for broken."""
+        return 4 * self.budget_s
+
     def _check(self) -> None:
         if self.budget_s < SHORTEST_BUDGET_S:
             raise SettingsContradict(

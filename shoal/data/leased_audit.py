@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,20 @@ def lent(directory: Path, held: Sequence[Lease], heard: int, begun: int, losses:
     extents = [_extent(pass_) for pass_ in passes if pass_.leased and pass_.index <= begun]
     number = max(heard, int(records["seq"].max(initial=0)))
     # Somebody who was silent when an earlier journal was lost may hold what was taken back from it then.
-    stale = [lease for lease in held if _lent_again(lease, held, records)]
+    places = {extent.pass_index: extent for extent in extents}
+    stale = [it for it in held if not _is_of(it.shard, places) or _lent_again(it, held, records)]
     held = [lease for lease in held if lease not in stale]
     records = records[~np.isin(records["seq"], [lease.number for lease in held])]
     columns = (records[name].tolist() for name in ("pass_index", "epoch", "lo", "hi"))
     used = [Shard(*place) for place in zip(*columns, strict=True) if place[3] > place[2]]
     rebuilt = leases.rebuild(extents, used, held, number, losses)
     return replace(rebuilt, strangers=tuple(sorted({lease.worker_id for lease in stale})))
+
+
+def _is_of(shard: Shard, extents: Mapping[int, Extent]) -> bool:
+    """Whether there is such a part of one of the passes."""
+    extent = extents.get(shard.pass_index)
+    return extent is not None and shard.epoch < extent.epochs and shard.hi <= extent.samples
 
 
 def _lent_again(lease: Lease, held: Sequence[Lease], records: Records) -> bool:

@@ -118,7 +118,7 @@ class Lent:
             return 0
         newest = self.passes[-1]
         on_lease = sum(it.used - it.shard.lo for it in self.leases if it.shard.pass_index == newest.extent.pass_index)
-        return min((newest.used + on_lease) // newest.extent.samples, newest.extent.epochs - 1)
+        return min((newest.used + on_lease) // max(newest.extent.samples, 1), newest.extent.epochs - 1)
 
 
 @dataclass(frozen=True)

@@ -159,12 +159,19 @@ class CoordinatorKeeper:
             ended.release()
 
     async def watch(self) -> None:
-        """One that hangs is killed, and followed by another. Nobody is told what it may decide when it wakes up."""
+        """One that hangs is killed, and followed by another. Nobody is told what it may decide when it wakes up. Fails
+        with CertificateRefused where no coordinator was ever believed; later, when a certificate has run out, training
+        goes on."""
+        answered = False
         while True:
             await asyncio.sleep(self._timeouts.budget_s)
             watched, within_s = self._process, self._timeouts.command_s
             try:
                 await asyncio.to_thread(commands.status, self._run_dir, within_s)
+                answered = True
+            except (errors.CertificateRefused, errors.CertificateUnusable):
+                if not answered:
+                    raise
             except errors.JobNotFound:
                 if watched is self._process and not watched.ended.is_set():
                     watched.kill(f"no answer for {within_s:g} s")

@@ -256,5 +256,6 @@ class Job(Owner):
         self._end(Ending(reason=name, signum=signum), self._timeouts.drain_s)
 
     def _tell_stop(self, reason: str) -> None:
-        with contextlib.suppress(errors.JobNotFound):  # it ended meanwhile, or hangs: the workers get a signal too
+        # It ended meanwhile, or hangs, or its certificate has expired: the workers get a signal too.
+        with contextlib.suppress(errors.JobNotFound, errors.CertificateRefused, errors.CertificateUnusable):
             commands.stop(self._run_dir, reason, self._timeouts.budget_s)

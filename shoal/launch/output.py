@@ -61,7 +61,8 @@ class Output:
         with commands.Commands(self._run_dir) as coordinator:
             while True:
                 await asyncio.sleep(every_s)
-                with contextlib.suppress(errors.JobNotFound):  # it does not answer just now
+                # It does not answer just now, or is not believed: who watches the coordinator decides about that.
+                with contextlib.suppress(errors.JobNotFound, errors.CertificateRefused, errors.CertificateUnusable):
                     status = await asyncio.to_thread(coordinator.status, every_s)
                     if status["seq"] >= newest:  # a coordinator that has just come does not know yet
                         newest = status["seq"]

@@ -85,6 +85,8 @@ class JobSettings:
     ssh: str = "ssh"
     remote_python: str = ""
     follows_slots: bool = False  # the number of workers is that of the slots, as hosts come and go
+    tls: str = ""  # the folder of certificates; none: plain text
+    mutual: bool = False
     version: str = __version__
 
     def __post_init__(self) -> None:
@@ -105,6 +107,8 @@ class JobSettings:
                 raise errors.SettingsContradict(f"{name} is {size_bytes}; write a number of bytes from 1 up")
         if self.checkpoint_keep < 1:
             raise errors.SettingsContradict(f"--keep {self.checkpoint_keep} is below 1; keep one checkpoint at least")
+        if self.mutual and not self.tls:
+            raise errors.SettingsContradict("--mutual needs certificates; name their folder with --tls DIR")
         Every.parse(self.checkpoint_every)
         Timeouts(self.budget_s)
         if self.metrics_port is not None:
