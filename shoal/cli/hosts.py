@@ -86,7 +86,7 @@ def _described(address: str, token_file: Path, host: str, slots: int) -> Told:
         asking.write_address(address)
         job = commands.describe(asking)
     settings = JobSettings.read({**job["settings"], "address": ""})  # which is not this machine's
-    if not settings.hosts and not settings.address:
+    if not settings.hosts and not job["settings"].get("address"):
         raise errors.JobNotFound(f"the job at {address} is for one host; start it with --address or -H")
     environment = WorkerEnvironment(
         threads=settings.threads or 0,
