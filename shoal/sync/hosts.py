@@ -164,8 +164,11 @@ class Far:
     def connect(self) -> None:
         """Until every worker is reached that this one has to do with."""
         arrived: queue.SimpleQueue[None] = queue.SimpleQueue()
-        while self._relay.connected_to < self.number:
-            self._sleep(None, arrived)
+        while not self._is_connected():
+            self._sleep(None, arrived, self._is_connected)
+
+    def _is_connected(self) -> bool:
+        return self._relay.connected_to >= self.number
 
     def listen(self) -> None:
         """For whoever leads its host, once its workers have parked: from now on words of other hosts are written
@@ -257,7 +260,10 @@ class Far:
             if item is not None:
                 return item
 
-    def _sleep(self, slot: int | None, arrived: queue.SimpleQueue[T | None]) -> T | None:
+    def _sleep(
+        self, slot: int | None, arrived: queue.SimpleQueue[T | None], come: Callable[[], bool] = lambda: False
+    ) -> T | None:
+        """Until something arrives, or it is to look again. `come`: what else it waits for, of which it is woken."""
         worker_id = "" if slot is None else self._ids[slot]
         with self._notice.waits(self.number, slot, worker_id, wake=partial(arrived.put, None)):
             if self._notice.over():
@@ -265,7 +271,7 @@ class Far:
             if self._relay.problem is not None:
                 raise errors.ShoalError(f"the connections to other hosts failed: {self._relay.problem}")
             try:
-                return arrived.get(timeout=NET_S)
+                return None if come() else arrived.get(timeout=NET_S)
             except queue.Empty:
                 return None
 
