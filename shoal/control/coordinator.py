@@ -580,7 +580,8 @@ class Coordinator:
             for host, outbox in self._launchers.items():
                 outbox.put(ToLauncher(target=protocol.target_to_wire(instruction, host)))
         elif isinstance(instruction, Drop):
-            self._launchers[instruction.host].put(ToLauncher(dropped={}))
+            if (launcher := self._launchers.get(instruction.host)) is not None:
+                launcher.put(ToLauncher(dropped={}))
         elif isinstance(instruction, Stop):
             self._tell_launchers(ToLauncher(stop=vars(instruction)))
         else:

@@ -442,8 +442,11 @@ def on_idle(membership: Membership, name: str) -> Outcome:
 
 
 def on_host_heard(membership: Membership, name: str, now: float) -> Outcome:
+    """One that is lost and still speaks, because its stream outlived what cut it off, is to begin anew."""
     host = membership.host(name)
-    return (membership, []) if host is None else (_put_host(membership, replace(host, heard_at=now)), [])
+    if host is None:
+        return membership, [Drop(name)] if membership.dropped else []
+    return _put_host(membership, replace(host, heard_at=now)), []
 
 
 def _lose_silent_hosts(membership: Membership, now: float) -> Outcome:
