@@ -109,6 +109,9 @@ def run(
     remote_python: Annotated[
         str | None, typer.Option(metavar="PATH", help="Python on the other hosts; the same path as here if left out.")
     ] = None,
+    own_dirs: Annotated[
+        bool, typer.Option("--own-dirs", help="Hosts write to a folder of their own, and what they write comes here.")
+    ] = False,
     quiet: QuietOption = False,
 ) -> int:
     """Train with a script, on this machine or on several, while workers come and go."""
@@ -141,6 +144,7 @@ def run(
         address=address or "",
         ssh=ssh,
         remote_python=remote_python or "",
+        own_dirs=own_dirs,
         follows_slots=workers is None or ":" in workers,
     )
     check_script(script)

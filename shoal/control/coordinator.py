@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Literal
 
-from shoal.control import lending, prometheus, protocol
+from shoal.control import lending, pieces, prometheus, protocol
 from shoal.control import membership as m
 from shoal.control.generation import Generation
 from shoal.control.hosts import Host
@@ -438,6 +438,8 @@ class Coordinator:
             self._post(lambda membership, now: m.on_idle(membership, host))
         elif kind == "failed":
             self._post(lambda membership, now: self._failed_on(membership, host, body))
+        elif kind == "piece":
+            self._take_piece(host, body)
         if kind not in ("started", "gone", "evidence"):
             return  # a launcher of a newer version says more than this one understands
         worker_id = body.worker_id
@@ -453,9 +455,19 @@ class Coordinator:
         elif kind == "evidence":
             self._post(lambda membership, now: m.on_evidence(membership, worker_id, body.stopped, body.cpu_time_s, now))
 
+    def _take_piece(self, host: str, piece: Any) -> None:
+        if not pieces.is_known(host, piece.path):
+            return _log.warning("%s sends %r, which is no file of its workers", host, piece.path)
+        try:
+            size_bytes = pieces.take(self.run_dir, piece.path, piece.offset, piece.data)
+        except OSError as problem:  # the host sends it again
+            return _log.warning("%s cannot be written: %s", piece.path, problem.strerror)
+        if (outbox := self._launchers.get(host)) is not None:
+            outbox.put(ToLauncher(kept={"path": piece.path, "size": size_bytes}))
+
     def _failed_on(self, membership: Membership, host: str, failure: Any) -> Outcome:
         text = f"{failure.kind}: {failure.message}"
-        stop = Stop(f"{host}: {text}", failed=True, kind=failure.kind)
+        stop = Stop(f"{host}: {failure.message}", failed=True, kind=failure.kind)
         membership, told = m.on_stop(membership, stop)
         if not told:
             return membership, []
@@ -519,10 +531,11 @@ class Coordinator:
         elif isinstance(instruction, Probe):
             self._tell_launchers(ToLauncher(probe={"worker_id": instruction.worker_id}))
         elif isinstance(instruction, SetTarget):
-            for host, outbox in self._launchers.items():
-                outbox.put(ToLauncher(target=protocol.target_to_wire(instruction, host)))
+            for host, its in self._launchers.items():
+                its.put(ToLauncher(target=protocol.target_to_wire(instruction, host)))
         elif isinstance(instruction, Drop):
-            self._launchers[instruction.host].put(ToLauncher(dropped={}))
+            if (outbox := self._launchers.get(instruction.host)) is not None:
+                outbox.put(ToLauncher(dropped={}))
         elif isinstance(instruction, Stop):
             self._tell_launchers(ToLauncher(stop=vars(instruction)))
         else:

@@ -397,8 +397,9 @@ def on_idle(membership: Membership, name: str) -> Outcome:
 
 
 def on_host_heard(membership: Membership, name: str, now: float) -> Outcome:
+    """The launcher of the host says something. One that was lost may never have noticed: its line was not cut."""
     host = membership.host(name)
-    return (membership, []) if host is None else (_put_host(membership, replace(host, heard_at=now)), [])
+    return (membership, [Drop(name)]) if host is None else (_put_host(membership, replace(host, heard_at=now)), [])
 
 
 def _lose_silent_hosts(membership: Membership, now: float) -> Outcome:

@@ -94,6 +94,8 @@ def test_a_launcher_that_was_dropped_is_told_so_and_its_workers_are_fenced_howev
     job.feed(m.on_host_lost(job.membership, "b", "silent"))
     job.hello("b", 1, life="1")
     assert job.told == [Drop("b")]
+    job.feed(m.on_host_heard(job.membership, "b", 0.0))
+    assert job.told == [Drop("b")], "it may not have noticed"
     job.feed(m.on_join(job.membership, "b-w0", "b", 0.0, generation=1, slot=1))
     assert job.told == [Fence("b-w0")]
     assert job.members() == ["a-w0"]

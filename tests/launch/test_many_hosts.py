@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterator
@@ -191,6 +192,20 @@ def test_a_job_over_ssh_ends_with_nothing_left_on_either_host(tmp_path: Path, ss
         run.finish()
     assert "server2-w0 | on server2 at 127.0.0.1" in run.printed()
     assert run.printed().rstrip().split("\n")[-1].startswith("audit: 0 lost, 0 repeated")
+
+
+@pytest.mark.slow
+def test_what_is_written_on_a_host_with_a_directory_of_its_own_comes_home(tmp_path: Path) -> None:
+    with running(tmp_path, "-H", "localhost/a:1,localhost/b:1", "--own-dirs") as run:
+        run.has_on(a=1, b=1)
+        job = RunDir(run.dir)
+        run.until(lambda: all((job.audit / f"{name}-w0.bin").exists() for name in "ab"))
+        os.kill(job.coordinator()[0], signal.SIGKILL)
+        run.until(lambda: len(run.events("restarted")) == 1)
+        run.finish()
+    assert "on b at 127.0.0.1" in (job.logs / "b-w0.log").read_text()
+    assert (job.metrics / "a-w0.jsonl").stat().st_size > 0
+    assert not list(Path(tempfile.gettempdir()).glob("shoal-join-*"))
 
 
 def clients_of(run: Run) -> list[psutil.Process]:
