@@ -393,7 +393,11 @@ def on_idle(membership: Membership, name: str) -> Outcome:
     membership = _put_host(membership, replace(host, idle=True))
     if membership.workers or any(host.share and not host.idle for host in membership.hosts):
         return membership, []
-    return on_stop(membership, Stop("every worker has gone"))
+    if membership.stopping is not None:
+        return membership, []
+    over = Stop("every worker has gone")  # nobody asked for it: the event log tells of an end, and of no stop
+    membership, told = _set_target(replace(membership, stopping=over), membership.target, finishing=True)
+    return membership, [over, *told]
 
 
 def on_host_heard(membership: Membership, name: str, now: float) -> Outcome:
