@@ -18,7 +18,7 @@ from typing import Any, Literal
 from shoal.control import lending, pieces, prometheus, protocol
 from shoal.control import membership as m
 from shoal.control.generation import Generation
-from shoal.control.hosts import Host
+from shoal.control.hosts import Host, is_name
 from shoal.control.instructions import (
     Bye,
     Drop,
@@ -419,6 +419,8 @@ class Coordinator:
         return name
 
     def _refuses(self, hello: Any, now: float) -> str | None:
+        if not hello.home and not is_name(hello.host):
+            return f"{hello.host!r} is no name of a host; take letters, digits, dots and dashes"
         ours = protocol.versions()
         for what, version in hello.versions.items():
             if version != ours.get(what, version):

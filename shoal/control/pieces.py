@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 
+from shoal.control.hosts import is_name
 from shoal.control.rundir import RunDir, write_atomically
 
 PIECE_BYTES = 256 << 10
@@ -14,6 +15,8 @@ _WRITTEN_ONCE = re.compile(r"(?:audit|results)/pass-\d+\.json")
 
 def is_known(host: str, path: str) -> bool:
     """Whether a worker of that host may write there: nothing else of a run directory is written from elsewhere."""
+    if not is_name(host):
+        return False
     named = "|".join(rf"{folder}/{re.escape(host)}-w\d+\.{suffix}" for folder, suffix in _GROWING)
     return re.fullmatch(named, path) is not None or _WRITTEN_ONCE.fullmatch(path) is not None
 

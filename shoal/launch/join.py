@@ -11,9 +11,11 @@ import contextlib
 import functools
 import json
 import os
+import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -37,6 +39,8 @@ from shoal.process import die_with
 
 _BACKLOG_BYTES = 1 << 20  # of lines that nobody reads; the logs have them all
 _LOOK_S = 0.05
+_OWN = "shoal-join-"
+_SWEEP_S = 60.0  # from when a folder is made until it is held
 
 
 @dataclass(frozen=True)
@@ -74,12 +78,23 @@ def host(told: Told) -> Iterator[Host]:
     if shared:
         yield Host(told, home, True, settings)
         return
-    with tempfile.TemporaryDirectory(prefix="shoal-join-") as folder:
+    _sweep()
+    with tempfile.TemporaryDirectory(prefix=_OWN) as folder:
         own = RunDir.create(Path(folder) / Path(told.dir).name, dict(told.settings))
         write_atomically(own.token_file, told.token)
         own.write_address(told.address)
         with own.held():
             yield Host(told, own, False, settings)
+
+
+def _sweep() -> None:
+    """Remove what launchers that were killed have left here."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_OWN}*"):
+        with contextlib.suppress(OSError):  # another user's, or just removed
+            old = time.time() - folder.stat().st_mtime > _SWEEP_S
+            held = [run_dir for run_dir in map(RunDir, folder.iterdir()) if run_dir.runs()]
+            if old and not held:
+                shutil.rmtree(folder)
 
 
 class Session(Owner):

@@ -28,6 +28,10 @@ def test_a_host_writes_only_files_of_its_own_workers(path: str, known: bool) -> 
     assert pieces.is_known("b", path) is known
 
 
+def test_a_host_with_a_path_for_a_name_writes_nothing() -> None:
+    assert not pieces.is_known("../../b", "audit/../../b-w0.bin")
+
+
 def test_a_piece_that_comes_twice_or_too_early_changes_nothing_and_is_told_where_to_go_on(tmp_path: Path) -> None:
     run_dir = RunDir.create(tmp_path / "run", {})
     path = "audit/b-w0.bin"
