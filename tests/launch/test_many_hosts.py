@@ -173,6 +173,17 @@ def ssh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
         server.stderr.close()
 
 
+def test_ctrl_c_lets_the_workers_of_every_host_finish_their_step_and_leave(tmp_path: Path) -> None:
+    with running(tmp_path, "-H", "localhost/a:1,localhost/b:1") as run:
+        run.has_on(a=1, b=1)
+        run.process.send_signal(signal.SIGINT)
+        run.ended(128 + signal.SIGINT)
+    assert {event["worker_id"] for event in run.events("left")} == {"a-w0", "b-w0"}
+    assert not run.events("lost")
+    assert "audit: 0 lost, 0 repeated" in run.printed()
+
+
+@pytest.mark.slow
 def test_a_host_whose_launcher_is_killed_loses_its_workers_and_comes_back(tmp_path: Path) -> None:
     with running(tmp_path, "-H", "localhost/a:2,localhost/b:1", "--budget", "2") as run:
         run.has_on(a=2, b=1)
