@@ -16,6 +16,7 @@ from shoal.cli.shell import app
 from shoal.control import commands
 from shoal.control.environment import WorkerEnvironment
 from shoal.control.generation import MAX_SLOTS
+from shoal.control.hosts import is_name
 from shoal.control.rundir import RunDir, write_atomically
 from shoal.control.timeouts import Timeouts
 from shoal.launch import join as joining
@@ -71,6 +72,8 @@ def join(
     if address is None or token_file is None:
         raise errors.SettingsContradict("shoal join takes the address of a job and --token-file; see shoal join --help")
     name = host_name or socket.gethostname()
+    if not is_name(name):
+        raise errors.SettingsContradict(f"--host-name {name} is no name; take letters, digits, dots and dashes")
     return joining.by_hand(_described(address, token_file, name, slots or joining.cores()), Screen(quiet))
 
 

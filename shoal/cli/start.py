@@ -119,6 +119,9 @@ def run(
     remote_python: Annotated[
         str | None, typer.Option(metavar="PATH", help="Python on the other hosts; the same path as here if left out.")
     ] = None,
+    own_dirs: Annotated[
+        bool, typer.Option("--own-dirs", help="Hosts write to a folder of their own, and what they write comes here.")
+    ] = False,
     certificates: TlsOption = None,
     mutual: MutualOption = False,
     quiet: QuietOption = False,
@@ -153,6 +156,7 @@ def run(
         address=address or "",
         ssh=ssh,
         remote_python=remote_python or "",
+        own_dirs=own_dirs,
         follows_slots=workers is None or ":" in workers,
         tls=str(certificates.absolute()) if certificates is not None else "",
         mutual=mutual,

@@ -253,6 +253,7 @@ class LauncherClient:
         on_stop: Callable[[Stop], None],
         on_dropped: Callable[[], None] = lambda: None,  # the job goes on without this host
         on_refused: Callable[[str], None] = lambda reason: None,
+        on_kept: Callable[[str, int], None] = lambda path, size_bytes: None,  # so much of the file is at home
         *,
         slots: int = MAX_SLOTS,
         home: bool = True,
@@ -263,7 +264,7 @@ class LauncherClient:
         self._host = host
         self._slots, self._home, self._grow = slots, home, grow
         self._life = uuid.uuid4().hex
-        self._on_dropped, self._on_refused = on_dropped, on_refused
+        self._on_dropped, self._on_refused, self._on_kept = on_dropped, on_refused, on_kept
         self._live = live
         self._on_target = on_target
         self._on_fence = on_fence
@@ -313,6 +314,10 @@ class LauncherClient:
         body = {"kind": kind, "message": message[:cut], "traceback": traceback[-cut:]}
         self._link.keep("failed", FromLauncher(failed=body))
 
+    def piece(self, path: str, offset: int, data: bytes) -> None:
+        """Of a file that a worker has written; `on_kept` answers, unless the stream breaks."""
+        self._link.say(FromLauncher(piece={"path": path, "offset": offset, "data": data}))
+
     @property
     def token_refused(self) -> bool:
         return self._link.token_refused.is_set()
@@ -361,3 +366,5 @@ class LauncherClient:
             self._on_dropped()
         elif kind == "refused":
             self._on_refused(body.reason)
+        elif kind == "kept":
+            self._on_kept(body.path, body.size)

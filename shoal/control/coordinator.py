@@ -17,11 +17,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
-from shoal.control import bounds, lending, prometheus, protocol
+from shoal.control import bounds, lending, pieces, prometheus, protocol
 from shoal.control import membership as m
 from shoal.control.bounds import BadMessage
 from shoal.control.generation import Generation
-from shoal.control.hosts import Host
+from shoal.control.hosts import Host, is_name
 from shoal.control.instructions import (
     Bye,
     Drop,
@@ -472,6 +472,8 @@ class Coordinator:
         return name
 
     def _refuses(self, hello: Any, now: float) -> str | None:
+        if not hello.home and not is_name(hello.host):
+            return f"{hello.host!r} is no name of a host; take letters, digits, dots and dashes"
         ours = protocol.versions()
         for what, version in hello.versions.items():
             if version != ours.get(what, version):
@@ -491,6 +493,8 @@ class Coordinator:
             self._post(lambda membership, now: m.on_idle(membership, host))
         elif kind == "failed":
             self._post(lambda membership, now: self._failed_on(membership, host, body))
+        elif kind == "piece":
+            self._take_piece(host, body)
         if kind not in ("started", "gone", "evidence"):
             return  # a launcher of a newer version says more than this one understands
         worker_id = body.worker_id
@@ -506,9 +510,19 @@ class Coordinator:
         elif kind == "evidence":
             self._post(lambda membership, now: m.on_evidence(membership, worker_id, body.stopped, body.cpu_time_s, now))
 
+    def _take_piece(self, host: str, piece: Any) -> None:
+        if not pieces.is_known(host, piece.path):
+            return _log.warning("%s sends %r, which is no file of its workers", host, piece.path)
+        try:
+            size_bytes = pieces.take(self.run_dir, piece.path, piece.offset, piece.data)
+        except OSError as problem:  # the host sends it again
+            return _log.warning("%s cannot be written: %s", piece.path, problem.strerror)
+        if (outbox := self._launchers.get(host)) is not None:
+            outbox.put(ToLauncher(kept={"path": piece.path, "size": size_bytes}))
+
     def _failed_on(self, membership: Membership, host: str, failure: Any) -> Outcome:
         text = f"{failure.kind}: {failure.message}"
-        stop = Stop(f"{host}: {text}", failed=True, kind=failure.kind)
+        stop = Stop(f"{host}: {failure.message}", failed=True, kind=failure.kind)
         membership, told = m.on_stop(membership, stop)
         if not told:
             return membership, []
@@ -577,11 +591,11 @@ class Coordinator:
         elif isinstance(instruction, Probe):
             self._tell_launchers(ToLauncher(probe={"worker_id": instruction.worker_id}))
         elif isinstance(instruction, SetTarget):
-            for host, outbox in self._launchers.items():
-                outbox.put(ToLauncher(target=protocol.target_to_wire(instruction, host)))
+            for host, its in self._launchers.items():
+                its.put(ToLauncher(target=protocol.target_to_wire(instruction, host)))
         elif isinstance(instruction, Drop):
-            if (launcher := self._launchers.get(instruction.host)) is not None:
-                launcher.put(ToLauncher(dropped={}))
+            if (outbox := self._launchers.get(instruction.host)) is not None:
+                outbox.put(ToLauncher(dropped={}))
         elif isinstance(instruction, Stop):
             self._tell_launchers(ToLauncher(stop=vars(instruction)))
         else:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from shoal.control.generation import MAX_SLOTS
+
+
+def is_name(text: str) -> bool:
+    """Whether a host can be called that: files of its workers are."""
+    return re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", text) is not None
 
 
 @dataclass(frozen=True)

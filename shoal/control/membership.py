@@ -438,27 +438,29 @@ def on_idle(membership: Membership, name: str) -> Outcome:
     membership = _put_host(membership, replace(host, idle=True))
     if membership.workers or any(host.share and not host.idle for host in membership.hosts):
         return membership, []
-    return on_stop(membership, Stop("every worker has gone"))
+    if membership.stopping is not None:
+        return membership, []
+    over = Stop("every worker has gone")  # nobody asked for it: the event log tells of an end, and of no stop
+    membership, told = _set_target(replace(membership, stopping=over), membership.target, finishing=True)
+    return membership, [over, *told]
 
 
 def on_host_heard(membership: Membership, name: str, now: float) -> Outcome:
-    """One that is lost and still speaks, because its stream outlived what cut it off, is to begin anew."""
+    """The launcher of the host says something. One that was lost may never have noticed: its line was not cut."""
     host = membership.host(name)
-    if host is None:
-        return membership, [Drop(name)] if membership.dropped else []
-    return _put_host(membership, replace(host, heard_at=now)), []
+    return (membership, [Drop(name)]) if host is None else (_put_host(membership, replace(host, heard_at=now)), [])
 
 
 def _lose_silent_hosts(membership: Membership, now: float) -> Outcome:
     instructions: list[Instruction] = []
-    for host in membership.hosts:
-        silent_s = now - host.heard_at
-        if host.home or not host.life or silent_s <= membership.timeouts.budget_s:
-            continue
-        elsewhere = {worker.member.host for worker in membership.in_state(State.MEMBER)} - {host.name}
-        theirs = [worker for worker in membership.workers if worker.member.host == host.name]
-        if elsewhere or not theirs:  # else all that was trained is there, and nobody could go on without it
-            membership, more = on_host_lost(membership, host.name, f"silent for {silent_s:.1f} s")
+    budget_s = membership.timeouts.budget_s
+    silent = [host for host in membership.hosts if host.life and not host.home and now - host.heard_at > budget_s]
+    # If nobody is a member elsewhere, all that was trained is there: nobody could go on without it. And if all are
+    # silent, it is the coordinator that is cut off.
+    elsewhere = {worker.member.host for worker in membership.in_state(State.MEMBER)} - {host.name for host in silent}
+    for host in silent:
+        if elsewhere or not any(worker.member.host == host.name for worker in membership.workers):
+            membership, more = on_host_lost(membership, host.name, f"silent for {now - host.heard_at:.1f} s")
             instructions += more
     return membership, instructions
 

@@ -122,12 +122,13 @@ def rebuild(
 
 
 def _hosts(founding: Membership, rosters: Iterable[Roster]) -> tuple[Host, ...]:
-    """Those that were expected, in their order, and those that came later; each with the share it last heard of."""
+    """Those that are here, in the order of those that were expected, each with the share it last heard of. The others
+    come as new ones, if they come."""
     here = {
         it.host.name: replace(it.host, grown=0, share=0 if it.target is None else it.target.share(it.host.name))
         for it in rosters
     }
-    expected = tuple(here.pop(host.name, replace(host, share=0)) for host in founding.hosts)
+    expected = tuple(here.pop(host.name) for host in founding.hosts if host.name in here)
     return (*expected, *here.values())
 
 

@@ -75,6 +75,7 @@ def fleet_of(
     if not specs:
         return None, environment
     told = Told("", 0, "", run_dir.token(), str(run_dir.path), asdict(settings), environment.to_env())
+    told = replace(told, own_dir=settings.own_dirs)
     discovery = Discovery(Path(settings.discover), settings.timeouts) if settings.discover else None
     follow = (settings.min, settings.max) if discovery is not None and settings.follows_slots else None
     return Fleet(specs, told, reach, run_dir, settings.timeouts, discovery, follow), environment

@@ -74,6 +74,10 @@ class Owner(ABC):
         """The coordinator does not take this host."""
 
     @abstractmethod
+    def kept(self, path: str, size_bytes: int) -> None:
+        """So much of a file that a worker has written is at home."""
+
+    @abstractmethod
     def say(self, line: str) -> None:
         """Something for people to read."""
 
@@ -144,6 +148,7 @@ class HostKeeper:
             on_stop=on_loop(self._on_stop),
             on_dropped=on_loop(self._owner.dropped),
             on_refused=on_loop(self._owner.refused),
+            on_kept=on_loop(self._owner.kept),
             slots=self._place.slots,
             home=self._place.home,
             grow=self._place.grow,

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from shoal import errors
 from shoal.control.generation import MAX_SLOTS
+from shoal.control.hosts import is_name
 
 _ADDRESS = re.compile(r"(?:[A-Za-z0-9._-]+@)?[A-Za-z0-9][A-Za-z0-9._-]*")
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _LINE = re.compile(r"(\S+?)(?:(?::|\s+slots\s*=\s*|\s+)(\S+))?")
 
 
@@ -65,7 +65,7 @@ def _parse(text: str, where: str) -> HostSpec:
     found = _LINE.fullmatch(text)
     address, _, label = (found[1] if found else "").partition("/")
     slots = (found[2] if found else None) or "1"
-    if not _ADDRESS.fullmatch(address) or (label and not _NAME.fullmatch(label)) or not slots.isdecimal():
+    if not _ADDRESS.fullmatch(address) or (label and not is_name(label)) or not slots.isdecimal():
         raise errors.SettingsContradict(f"{where}: {text!r} is not a host and its slots; write server1:4")
     if not 1 <= int(slots) <= MAX_SLOTS:
         raise errors.SettingsContradict(f"{where}: {address} has {slots} slots; write a number from 1 to {MAX_SLOTS}")

@@ -8,7 +8,6 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from shoal import checkpoints, errors
 from shoal.control import commands
@@ -20,6 +19,7 @@ from shoal.launch.coordinator import CoordinatorKeeper
 from shoal.launch.fleet import Fleet
 from shoal.launch.host import Ending, HostKeeper, Owner, Place
 from shoal.launch.launcher import Launcher
+from shoal.launch.local import clear_shared_memory
 from shoal.launch.output import Output
 from shoal.launch.relaunch import Relaunch
 from shoal.launch.screen import Screen
@@ -41,16 +41,6 @@ class Origin:
 
 
 BEGINNING = Origin()
-
-
-def clear_shared_memory(loaders: Path) -> None:
-    """Remove what data sets that share tensors themselves have left in /dev/shm, in loader processes that were killed:
-    torch names a piece after its maker, and takes the name away at once, unless it is killed in between. All of them
-    are dead by now."""
-    pids = loaders.read_text().split() if loaders.exists() else []
-    for pid in pids:
-        for left in Path("/dev/shm").glob(f"torch_{pid}_*"):
-            left.unlink(missing_ok=True)
 
 
 class Job(Owner):
@@ -172,7 +162,8 @@ class Job(Owner):
         committed = committed or self._origin.committed
         if committed is not None:
             self._run_dir.write_committed(committed)
-        clear_shared_memory(self._run_dir.loaders)
+        if self._fleet is None:  # else there are pids of other machines
+            clear_shared_memory(self._run_dir.loaders)
         # Delivers the last deaths, and before that the coordinator writes down what the one before could not.
         await self._keeper.disconnect(0.0 if self._succession.done() else self._timeouts.budget_s)
         self._succession.cancel()
@@ -214,6 +205,9 @@ class Job(Owner):
 
     def refused(self, reason: str) -> None:
         self._end(Ending(error=errors.ShoalError(reason)), grace_s=0.0)
+
+    def kept(self, path: str, size_bytes: int) -> None:
+        raise AssertionError("home writes its files itself")
 
     def say(self, line: str) -> None:
         self._screen.say(line)

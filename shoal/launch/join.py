@@ -11,31 +11,36 @@ import contextlib
 import functools
 import json
 import os
+import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from shoal import errors
+from shoal import __version__, errors
 from shoal.control.client import LauncherClient
 from shoal.control.environment import WorkerEnvironment
 from shoal.control.rundir import RunDir, write_atomically
 from shoal.control.timeouts import Timeouts
 from shoal.launch.host import Ending, HostKeeper, Owner, Place
 from shoal.launch.hosts import own_address
-from shoal.launch.local import LocalLauncher
+from shoal.launch.local import LocalLauncher, clear_shared_memory
 from shoal.launch.output import Output
 from shoal.launch.remote import LINE_BYTES, Told, line_of
 from shoal.launch.screen import Screen
 from shoal.launch.settings import JobSettings
+from shoal.launch.shipping import Shipping
 from shoal.launch.tasks import Tasks
 from shoal.process import die_with
 
 _BACKLOG_BYTES = 1 << 20  # of lines that nobody reads; the logs have them all
 _LOOK_S = 0.05
+_OWN = "shoal-join-"
+_SWEEP_S = 60.0  # from when a folder is made until it is held
 
 
 @dataclass(frozen=True)
@@ -57,23 +62,39 @@ class Host:
 def host(told: Told) -> Iterator[Host]:
     """The run directory that home told of, if it can be seen here; else one of this host's own, for as long as this
     lasts. Raises HostUnusable if the script is not here."""
+    theirs = told.settings.get("version", __version__)
+    if theirs != __version__:
+        raise errors.HostUnusable(
+            f"{told.host} has shoal {__version__}, the job {theirs}; install the same on every host"
+        )
     settings = JobSettings.read({**told.settings, "address": ""})  # which is one of home's
     if not Path(settings.script).is_file():
         raise errors.HostUnusable(f"{told.host} has no {settings.script}; put the script there, at the same path")
     home = RunDir(Path(told.dir))
     try:
-        shared = home.token() == told.token
+        shared = not told.own_dir and home.token() == told.token
     except OSError:
         shared = False
     if shared:
         yield Host(told, home, True, settings)
         return
-    with tempfile.TemporaryDirectory(prefix="shoal-join-") as folder:
+    _sweep()
+    with tempfile.TemporaryDirectory(prefix=_OWN) as folder:
         own = RunDir.create(Path(folder) / Path(told.dir).name, dict(told.settings))
         write_atomically(own.token_file, told.token)
         own.write_address(told.address)
         with own.held():
             yield Host(told, own, False, settings)
+
+
+def _sweep() -> None:
+    """Remove what launchers that were killed have left here."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_OWN}*"):
+        with contextlib.suppress(OSError):  # another user's, or just removed
+            old = time.time() - folder.stat().st_mtime > _SWEEP_S
+            held = [run_dir for run_dir in map(RunDir, folder.iterdir()) if run_dir.runs()]
+            if old and not held:
+                shutil.rmtree(folder)
 
 
 class Session(Owner):
@@ -85,6 +106,7 @@ class Session(Owner):
         self._draining = False
         self._ending: Ending | None = None
         self._link: LauncherClient | None = None
+        self._shipping: Shipping | None = None
         self.again = False
         self.error: errors.ShoalError | None = None
         self.committed: dict[str, Any] | None = None
@@ -105,7 +127,9 @@ class Session(Owner):
         self._keeper = HostKeeper(
             place, host.run_dir, self._timeouts, settings.relaunch, settings.on_error, make_launcher, self, self._tasks
         )
-        self._output = Output(host.run_dir, self._screen, self._keeper.live, settings.log_bytes, events=False)
+        # A log of which the head is taken off could not be sent home by its length.
+        log_bytes = settings.log_bytes if host.shared else sys.maxsize
+        self._output = Output(host.run_dir, self._screen, self._keeper.live, log_bytes, events=False)
         try:
             begins = self._tasks.spawn(self._begin())
             await self._over.wait()
@@ -115,6 +139,10 @@ class Session(Owner):
             await self._output.settle()
             committed = await self._keeper.close()
             self.committed = None if committed is None else asdict(committed)
+            if self._shipping is not None and self._link is not None and self._link.answered:
+                await self._shipping.finish(self._timeouts.budget_s)
+            if not host.shared:
+                clear_shared_memory(host.run_dir.loaders)
             # The last deaths; not patiently: home may be cut off.
             await self._keeper.disconnect(0.0)
             self._output.close()
@@ -140,6 +168,9 @@ class Session(Owner):
                 )
             await asyncio.sleep(_LOOK_S)
         self._on_up()
+        if not self._host.shared:
+            self._shipping = Shipping(self._host.run_dir, self._host.told.host, link.piece)
+            self._tasks.spawn(self._shipping.run())
         self._tasks.spawn(self._output.show_lines())
 
     # ---- what others want
@@ -194,6 +225,10 @@ class Session(Owner):
 
     def refused(self, reason: str) -> None:
         self.lost(errors.HostUnusable(reason))
+
+    def kept(self, path: str, size_bytes: int) -> None:
+        if self._shipping is not None:
+            self._shipping.on_kept(path, size_bytes)
 
     def say(self, line: str) -> None:
         self._screen.say(line)

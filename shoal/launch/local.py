@@ -28,6 +28,16 @@ _BUSY_WAIT_S = 0.1
 _LAST_WORD_S = 5.0  # of one that has just finished what it was busy with
 
 
+def clear_shared_memory(loaders: Path) -> None:
+    """Remove what data sets that share tensors themselves have left in /dev/shm, in loader processes that were killed:
+    torch names a piece after its maker, and takes the name away at once, unless it is killed in between. All of them
+    are dead by now."""
+    pids = loaders.read_text().split() if loaders.exists() else []
+    for pid in pids:
+        for left in Path("/dev/shm").glob(f"torch_{pid}_*"):
+            left.unlink(missing_ok=True)
+
+
 class HeldMemory:
     """The shared memory of a job on this host, by name. It lives as long as the launcher holds it, and no longer."""
 

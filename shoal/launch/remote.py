@@ -44,6 +44,7 @@ class Told:
     environment: Mapping[str, str] = field(default_factory=dict)  # of its workers
     parent: int = 0  # the pid to end with, on the same machine
     grow: bool = False
+    own_dir: bool = False  # also if the host sees home's
 
     def to_line(self) -> bytes:
         return line_of(asdict(self))

@@ -84,6 +84,7 @@ class JobSettings:
     address: str = ""  # of this machine, for other hosts
     ssh: str = "ssh"
     remote_python: str = ""
+    own_dirs: bool = False  # of hosts, also where they see the job's
     follows_slots: bool = False  # the number of workers is that of the slots, as hosts come and go
     tls: str = ""  # the folder of certificates; none: plain text
     mutual: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -94,6 +95,8 @@ def test_a_launcher_that_was_dropped_is_told_so_and_its_workers_are_fenced_howev
     job.feed(m.on_host_lost(job.membership, "b", "silent"))
     job.hello("b", 1, life="1")
     assert job.told == [Drop("b")]
+    job.feed(m.on_host_heard(job.membership, "b", 0.0))
+    assert job.told == [Drop("b")], "it may not have noticed"
     job.feed(m.on_join(job.membership, "b-w0", "b", 0.0, generation=1, slot=1))
     assert job.told == [Fence("b-w0")]
     assert job.members() == ["a-w0"]
@@ -113,20 +116,27 @@ def test_a_launcher_that_begins_anew_brings_the_loss_of_what_was_there() -> None
     assert job.shares() == {"a": 1, "b": 1}
 
 
-def test_a_silent_host_is_lost_only_if_others_can_go_on_without_it() -> None:
-    for others, lost in (((), []), ((0,), ["b"])):
-        job = Job(2, a=1, b=1)
-        job.start("b", 0)
-        job.start("a", *others)
-        budget_s = job.membership.timeouts.budget_s
-        membership = job.membership
-        for tick in range(20):
-            now = tick * budget_s / 10
-            membership, _ = m.on_host_heard(membership, "a", now)
-            for worker in membership.workers:
-                membership, _ = m.on_beat(membership, worker.worker_id, now)
-            membership, _ = m.on_tick(membership, now)
-        assert [name for name in "ab" if membership.host(name) is None] == lost
+@pytest.mark.parametrize(
+    ("others", "heard", "lost"),
+    [((0,), "a", ["b"]), ((), "a", []), ((0,), "", [])],
+    ids=["others are well", "nobody else is a member", "the coordinator is cut off"],
+)
+def test_a_silent_host_is_lost_only_if_others_can_go_on_without_it(
+    others: tuple[int, ...], heard: str, lost: list[str]
+) -> None:
+    job = Job(2, a=1, b=1)
+    job.start("b", 0)
+    job.start("a", *others)
+    budget_s = job.membership.timeouts.budget_s
+    membership = job.membership
+    for tick in range(20):
+        now = tick * budget_s / 10
+        for name in heard:
+            membership, _ = m.on_host_heard(membership, name, now)
+        for worker in membership.workers:
+            membership, _ = m.on_beat(membership, worker.worker_id, now)
+        membership, _ = m.on_tick(membership, now)
+    assert [name for name in "ab" if membership.host(name) is None] == lost
 
 
 def test_a_host_that_leaves_drains_and_its_share_goes_elsewhere() -> None:

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from shoal.data.audit import audit
 from shoal.launch.hosts import parse_hosts, parse_lines
 from shoal.launch.relaunch import CoolDown
 from shoal.metrics import read_events
+from shoal.testing.faults import lose_journal
 
 DEADLINE_S = 90.0
 ROOT = str(Path(shoal.__file__).parents[1])
@@ -171,6 +173,17 @@ def ssh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
         server.stderr.close()
 
 
+def test_ctrl_c_lets_the_workers_of_every_host_finish_their_step_and_leave(tmp_path: Path) -> None:
+    with running(tmp_path, "-H", "localhost/a:1,localhost/b:1") as run:
+        run.has_on(a=1, b=1)
+        run.process.send_signal(signal.SIGINT)
+        run.ended(128 + signal.SIGINT)
+    assert {event["worker_id"] for event in run.events("left")} == {"a-w0", "b-w0"}
+    assert not run.events("lost")
+    assert "audit: 0 lost, 0 repeated" in run.printed()
+
+
+@pytest.mark.slow
 def test_a_host_whose_launcher_is_killed_loses_its_workers_and_comes_back(tmp_path: Path) -> None:
     with running(tmp_path, "-H", "localhost/a:2,localhost/b:1", "--budget", "2") as run:
         run.has_on(a=2, b=1)
@@ -191,6 +204,55 @@ def test_a_job_over_ssh_ends_with_nothing_left_on_either_host(tmp_path: Path, ss
         run.finish()
     assert "server2-w0 | on server2 at 127.0.0.1" in run.printed()
     assert run.printed().rstrip().split("\n")[-1].startswith("audit: 0 lost, 0 repeated")
+
+
+@pytest.mark.slow
+def test_what_is_written_on_a_host_with_a_directory_of_its_own_comes_home(tmp_path: Path) -> None:
+    with running(tmp_path, "-H", "localhost/a:1,localhost/b:1", "--own-dirs") as run:
+        run.has_on(a=1, b=1)
+        job = RunDir(run.dir)
+        run.until(lambda: all((job.audit / f"{name}-w0.bin").exists() for name in "ab"))
+        os.kill(job.coordinator()[0], signal.SIGKILL)
+        run.until(lambda: len(run.events("restarted")) == 1)
+        run.finish()
+    assert "on b at 127.0.0.1" in (job.logs / "b-w0.log").read_text()
+    assert (job.metrics / "a-w0.jsonl").stat().st_size > 0
+    assert not list(Path(tempfile.gettempdir()).glob("shoal-join-*"))
+
+
+@pytest.mark.slow
+def test_a_job_whose_coordinator_and_journal_are_lost_goes_on_with_the_workers_of_every_host(tmp_path: Path) -> None:
+    with running(tmp_path, "-H", "localhost/a:1,localhost/b:1", "-n", "1") as run:
+        run.has_on(a=1)
+        commands.scale(RunDir(run.dir), 2)
+        run.has_on(a=1, b=1)
+        pid = RunDir(run.dir).coordinator()[0]
+        os.kill(pid, signal.SIGSTOP)
+        lose_journal(RunDir(run.dir), "deleted")
+        os.kill(pid, signal.SIGKILL)
+        run.until(lambda: len(run.events("rebuilt")) == 1)
+        status = commands.status(RunDir(run.dir))
+        assert status["target"] == 2
+        assert sorted(worker["worker_id"] for worker in status["workers"]) == ["a-w0", "b-w0"]
+        commands.scale(RunDir(run.dir), 1)
+        run.has_on(a=1)
+        run.finish()
+    assert not run.events("lost")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("import nowhere", "ScriptFailed: a: script.py, line 1: ModuleNotFoundError: No module named 'nowhere'"),
+        ("import os; os._exit(3)", "ScriptFailed: a: a-w0 ended with exit status 3; its log says why"),
+        ("pass", "ScriptFailed: script.py ended without calling shoal.run(main); call it at the end of the script"),
+    ],
+)
+def test_a_script_that_fails_on_a_host_ends_the_job_as_it_would_here(tmp_path: Path, line: str, wanted: str) -> None:
+    with running(tmp_path, "-H", "localhost/a:1", script=line) as run:
+        run.ended(2)
+    assert run.printed().rstrip().split("\n")[-1] == f"shoal: {wanted}"
 
 
 def clients_of(run: Run) -> list[psutil.Process]:
