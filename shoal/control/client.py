@@ -24,6 +24,8 @@ from shoal.control.timeouts import Timeouts
 from shoal.data.leases import Said
 from shoal.errors import CoordinatorLost, SettingsContradict, TokenRefused
 
+_WHY_CHARS = 200
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -114,9 +116,9 @@ class Client:
         """This worker has heard of everybody in a generation of several hosts: its leavers may go."""
         self._link.keep("entered", FromWorker(entered={"generation": generation}))
 
-    def broken(self, generation: int, slot: int, why: str) -> None:
-        """The connection to that slot's worker has ended."""
-        body = {"generation": generation, "slot": slot, "why": why}
+    def broken(self, generation: int, slot: int, why: str, *, unreached: bool = False) -> None:
+        """The connection to that slot's worker has ended, or for a budget there was none."""
+        body = {"generation": generation, "slot": slot, "why": why[:_WHY_CHARS], "unreached": unreached}
         self._link.keep("broken", FromWorker(broken=body))
 
     def finished(self, digest: str, step: int, seq: int, report: dict[str, Any]) -> None:
@@ -251,7 +253,7 @@ class LauncherClient:
         on_probe: Callable[[str], None],  # worker_id: report evidence
         on_excuse: Callable[[str], None],  # worker_id: it needs no replacement however it ends
         on_stop: Callable[[Stop], None],
-        on_dropped: Callable[[], None] = lambda: None,  # the job goes on without this host
+        on_dropped: Callable[[float], None] = lambda rest_s: None,  # the job goes on without this host
         on_refused: Callable[[str], None] = lambda reason: None,
         on_kept: Callable[[str, int], None] = lambda path, size_bytes: None,  # so much of the file is at home
         *,
@@ -363,7 +365,7 @@ class LauncherClient:
             self._stop = body
             self._on_stop(protocol.stop_from_wire(body))
         elif kind == "dropped":
-            self._on_dropped()
+            self._on_dropped(body.rest_s)
         elif kind == "refused":
             self._on_refused(body.reason)
         elif kind == "kept":

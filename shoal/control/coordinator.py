@@ -416,7 +416,7 @@ class Coordinator:
             self._post(lambda membership, now: m.on_entered(membership, worker_id, body.generation))
         elif kind == "broken":
             # A death breaks connections too, and is told by its launcher: that goes first.
-            event = partial(self._broken_link, worker_id, body.generation, body.slot)
+            event = partial(self._broken_link, worker_id, body)
             asyncio.get_running_loop().call_later(_DEATH_S, self._post, event)
         elif kind == "finished":
             report = bounds.details(body.report_json)
@@ -432,8 +432,9 @@ class Coordinator:
         elif kind == "scale":
             self._post(lambda membership, now: self._wished(membership, worker_id, body))
 
-    def _broken_link(self, worker_id: str, generation: int, slot: int, membership: Membership, now: float) -> Outcome:
-        return m.on_broken(membership, worker_id, generation, slot)
+    def _broken_link(self, worker_id: str, broken: Any, membership: Membership, now: float) -> Outcome:
+        on = m.on_unreached if broken.unreached else m.on_broken
+        return on(membership, worker_id, broken.generation, broken.slot)
 
     def _failed(self, worker_id: str, failure: Any) -> Event:
         said = (failure.kind, failure.message, failure.traceback)
@@ -595,7 +596,7 @@ class Coordinator:
                 its.put(ToLauncher(target=protocol.target_to_wire(instruction, host)))
         elif isinstance(instruction, Drop):
             if (outbox := self._launchers.get(instruction.host)) is not None:
-                outbox.put(ToLauncher(dropped={}))
+                outbox.put(ToLauncher(dropped={"rest_s": instruction.rest_s}))
         elif isinstance(instruction, Stop):
             self._tell_launchers(ToLauncher(stop=vars(instruction)))
         else:

@@ -38,6 +38,7 @@ class Drop:
     """For the launcher of that host: the job goes on without it. It may come again, with nothing of before."""
 
     host: str
+    rest_s: float = 0.0  # before it comes
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,7 @@ class Membership:
     next_workers: Mapping[str, int] = field(default_factory=dict)  # of each host, the number after the highest used
     hosts: tuple[Host, ...] = ()  # in the order in which they fill
     dropped: tuple[str, ...] = ()  # lives of launchers that the job goes on without
+    rests: Mapping[str, int] = field(default_factory=dict)  # how often a host was given up that others did not reach
     outcasts: tuple[str, ...] = ()  # their workers, of whose death nobody has told
     dirty: bool = False
     fault: bool = False  # a member or a leaver died since the newest generation
@@ -254,15 +255,45 @@ def _let_go(membership: Membership) -> Outcome:
 def on_broken(membership: Membership, worker_id: str, generation: int, slot: int) -> Outcome:
     """In `generation` the connection between this worker and the slot's has ended, and no death has explained it since:
     what was on its way is lost, so the generation begins again."""
+    ends = _ends(membership, worker_id, generation, slot)
+    if ends is None:
+        return membership, []
+    cause = f"{worker_id} and {ends[1].worker_id} lost their connection"
+    return replace(_changed(membership, cause), fault=True), []
+
+
+def on_unreached(membership: Membership, worker_id: str, generation: int, slot: int) -> Outcome:
+    """For a budget this worker and the slot's have not reached each other, and both reach the coordinator: one of their
+    hosts must go, or nobody can go on. It is the one whose members came later, and not the job's own; it rests, longer
+    each time, before it is tried again."""
+    ends = _ends(membership, worker_id, generation, slot)
+    hosts = [] if ends is None else [membership.host(end.member.host) for end in ends]
+    if len({None if host is None else host.name for host in hosts}) < 2 or None in hosts:
+        return membership, []
+
+    def came(host: Host | None) -> tuple[bool, int]:
+        assert host is not None
+        members = [it.seniority for it in membership.in_state(State.MEMBER) if it.member.host == host.name]
+        return not host.home, min(members, default=membership.seniority + 1)
+
+    last = max(hosts, key=came)
+    assert ends is not None
+    assert last is not None
+    name = last.name
+    rests = {**membership.rests, name: membership.rests.get(name, 0) + 1}
+    why = f"{ends[0].worker_id} and {ends[1].worker_id} do not reach each other"
+    return on_host_lost(replace(membership, rests=rests), name, why)
+
+
+def _ends(membership: Membership, worker_id: str, generation: int, slot: int) -> tuple[Worker, Worker] | None:
+    """The two workers of a connection, if both are in that generation, and it is the newest."""
     newest = membership.newest
     if newest is None or generation != newest.number:
-        return membership, []
-    ends = [it for it in membership.in_state(State.MEMBER, State.LEAVING) if newest.lists(it.worker_id)]
-    other = next((it for it in ends if it.member.slot == slot), None)
-    if other is None or all(it.worker_id != worker_id for it in ends):
-        return membership, []
-    cause = f"{worker_id} and {other.worker_id} lost their connection"
-    return replace(_changed(membership, cause), fault=True), []
+        return None
+    listed = [it for it in membership.in_state(State.MEMBER, State.LEAVING) if newest.lists(it.worker_id)]
+    one = next((it for it in listed if it.worker_id == worker_id), None)
+    other = next((it for it in listed if it.member.slot == slot), None)
+    return None if one is None or other is None else (one, other)
 
 
 def on_finished(membership: Membership, worker_id: str, report: Mapping[str, Any] | None = None) -> Outcome:
@@ -448,7 +479,11 @@ def on_idle(membership: Membership, name: str) -> Outcome:
 def on_host_heard(membership: Membership, name: str, now: float) -> Outcome:
     """The launcher of the host says something. One that was lost may never have noticed: its line was not cut."""
     host = membership.host(name)
-    return (membership, [Drop(name)]) if host is None else (_put_host(membership, replace(host, heard_at=now)), [])
+    if host is None:
+        times = membership.rests.get(name, 0)
+        rest_s = min(membership.timeouts.budget_s * 2.0**times, membership.timeouts.longest_rest_s) if times else 0.0
+        return membership, [Drop(name, rest_s)]
+    return _put_host(membership, replace(host, heard_at=now)), []
 
 
 def _lose_silent_hosts(membership: Membership, now: float) -> Outcome:

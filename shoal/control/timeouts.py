@@ -67,6 +67,16 @@ class Timeouts:
         return 2 * self.budget_s
 
     @property
+    def deserted_s(self) -> float:
+        """Without a word from the job, until a host takes it for over."""
+        return 60 * self.budget_s
+
+    @property
+    def longest_rest_s(self) -> float:
+        """Of a host that others do not reach, before it is tried again."""
+        return 60 * self.budget_s
+
+    @property
     def cut_off_s(self) -> float:
         """Without a word from the other end of a pipe between hosts, until it counts as cut."""
         return 3 * self.budget_s

@@ -66,7 +66,7 @@ class Owner(ABC):
         """Every worker has gone, and none is to come; `wanted`: although the coordinator wants some."""
 
     @abstractmethod
-    def dropped(self) -> None:
+    def dropped(self, rest_s: float) -> None:
         """The job goes on without this host."""
 
     @abstractmethod

@@ -200,7 +200,7 @@ class Job(Owner):
         if self._fleet is None:
             self._end(Ending(reason="every worker has gone"), 0.0)
 
-    def dropped(self) -> None:
+    def dropped(self, rest_s: float) -> None:
         raise AssertionError("the job's own launcher is never lost")
 
     def refused(self, reason: str) -> None:

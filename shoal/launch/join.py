@@ -107,7 +107,7 @@ class Session(Owner):
         self._ending: Ending | None = None
         self._link: LauncherClient | None = None
         self._shipping: Shipping | None = None
-        self.again = False
+        self.again, self.rest_s = False, 0.0
         self.error: errors.ShoalError | None = None
         self.committed: dict[str, Any] | None = None
 
@@ -172,6 +172,24 @@ class Session(Owner):
             self._shipping = Shipping(self._host.run_dir, self._host.told.host, link.piece)
             self._tasks.spawn(self._shipping.run())
         self._tasks.spawn(self._output.show_lines())
+        await self._until_unanswered(link)
+
+    async def _until_unanswered(self, link: LauncherClient) -> None:
+        """A host that is cut off waits for the job to be reached again. But the job may be over, and nobody says so."""
+        loop = asyncio.get_running_loop()
+        heard_s = loop.time()
+        while True:
+            await asyncio.sleep(self._timeouts.beat_s)
+            silent_s = loop.time() - heard_s
+            if link.answered:
+                heard_s = loop.time()
+            elif silent_s > self._timeouts.deserted_s or (
+                self._host.shared and silent_s > self._timeouts.join_s and not self._host.run_dir.runs()
+            ):
+                where = self._host.told.address
+                return self.lost(
+                    errors.HostUnusable(f"no word from the job at {where} for {silent_s:.0f} s: it is over")
+                )
 
     # ---- what others want
 
@@ -218,9 +236,10 @@ class Session(Owner):
         elif wanted and self._link is not None:
             self._link.idle()
 
-    def dropped(self) -> None:
-        self._screen.say(f"{self._host.told.host} was cut off from the job; it comes again with new workers")
-        self.again = True
+    def dropped(self, rest_s: float) -> None:
+        when = f" in {rest_s:.0f} s" if rest_s else ""
+        self._screen.say(f"{self._host.told.host} was cut off from the job; it comes again{when}, with new workers")
+        self.again, self.rest_s = True, rest_s
         self._over.set()
 
     def refused(self, reason: str) -> None:
@@ -361,6 +380,9 @@ async def _until_cut_off(here: Host, pipe: HomePipe, screen: Screen) -> None:
                 pipe.tell({"committed": session.committed})
             if not session.again or cut_off:
                 return
+            await asyncio.sleep(session.rest_s)
+            if cut_off:
+                return
             sessions.append(Session(here, screen))
     finally:
         for other in others:
@@ -403,6 +425,9 @@ def by_hand(told: Told, screen: Screen) -> int:
             await sessions[-1].run()
             if not sessions[-1].again or signals:
                 return 128 + signals[0] if len(signals) > 1 else 0
+            await asyncio.sleep(sessions[-1].rest_s)
+            if signals:
+                return 0
             sessions.append(Session(here, screen))
 
     with host(told) as here:

@@ -7,6 +7,7 @@ words of its host, where the far ones then look like near ones. What belongs tog
 from __future__ import annotations
 
 import queue
+import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -93,14 +94,23 @@ def parse_address(text: str) -> Address:
 class Relay:
     """A worker's end of all connections to other hosts, from generation to generation."""
 
-    def __init__(self, words: Words, notice: Notice, address: str, on_broken: Callable[[int, int, str], None]) -> None:
+    def __init__(
+        self,
+        words: Words,
+        notice: Notice,
+        address: str,
+        on_broken: Callable[[int, int, str], None],
+        on_unreached: Callable[[int, int], None] = lambda generation, slot: None,
+        patience_s: float = 5.0,
+    ) -> None:
         """`address`: that of this host to listen at. `on_broken` is called on the wire's thread, with a generation, the
-        slot of whom is not heard any more, and why."""
+        slot of whom is not heard any more, and why; `on_unreached` when there was no connection for `patience_s`."""
         self._words, self._notice, self.on_broken = words, notice, on_broken
+        self.on_unreached, self.patience_s = on_unreached, patience_s
         self.problem: Exception | None = None
         self.connected_to = 0  # the generation whose workers have all been reached
         self._mirrored: list[int] = []
-        self.wire = Wire(-1, address, self)
+        self.wire = Wire(-1, address, self, patience_s)
 
     @property
     def address(self) -> str:
@@ -164,8 +174,12 @@ class Far:
     def connect(self) -> None:
         """Until every worker is reached that this one has to do with."""
         arrived: queue.SimpleQueue[None] = queue.SimpleQueue()
+        began_s = time.monotonic()
         while not self._is_connected():
             self._sleep(None, arrived, self._is_connected)
+            if time.monotonic() - began_s > self._relay.patience_s and (missing := self.wire.unreached()):
+                began_s = time.monotonic()
+                self._relay.on_unreached(self.number, missing[0])
 
     def _is_connected(self) -> bool:
         return self._relay.connected_to >= self.number

@@ -61,9 +61,15 @@ class _Expected(NamedTuple):
 
 
 class _Connection:
-    def __init__(self, socket_: socket.socket, called: int | None = None) -> None:
+    def __init__(self, socket_: socket.socket, patience_s: float, called: int | None = None) -> None:
         socket_.setblocking(False)
         socket_.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # A line that is cut says nothing: what is not acknowledged for so long ends the connection, also when nothing
+        # is sent.
+        socket_.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * patience_s))
+        socket_.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        socket_.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(patience_s / 2)))
+        socket_.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
         self.socket = socket_
         self.since_s = time.monotonic()
         self.called = called  # the slot whose address this end has connected to
@@ -84,8 +90,10 @@ class _Connection:
 
 
 class Wire:
-    def __init__(self, slot: int, host: str, listens: Listens) -> None:
-        """`slot` is this worker's; it may be set later, before the first generation is entered."""
+    def __init__(self, slot: int, host: str, listens: Listens, patience_s: float = 5.0) -> None:
+        """`slot` is this worker's; it may be set later, before the first generation is entered. A connection on which
+        nothing comes through for `patience_s` has ended."""
+        self._patience_s = patience_s
         self.slot, self._listens = slot, listens
         self._listener = socket.create_server((host, 0), family=_family(host), backlog=_MAX_STRANGERS)
         self._listener.setblocking(False)
@@ -122,6 +130,10 @@ class Wire:
         self._ask(enter)
         while not entered.wait(0.1) and self._thread.is_alive():
             pass  # if the thread has ended, it has told why
+
+    def unreached(self) -> list[int]:
+        """Slots that there is no connection to, as far as is known at the moment."""
+        return sorted(set(self._others) - set(self._connections))
 
     def post(self, generation: int, slot: int, tag: int, data: memoryview) -> None:
         """Send a frame, after those posted before. Only once `connected`; what is posted to a connection that is not
@@ -266,7 +278,7 @@ class Wire:
         callers = [one for one in self._strangers if one.called is None]
         if len(callers) >= _MAX_STRANGERS:
             self._end(min(callers, key=lambda one: one.since_s), "too many are at the door")
-        connection = _Connection(accepted)
+        connection = _Connection(accepted, self._patience_s)
         self._strangers.add(connection)
         hello = memoryview(bytearray(_HELLO.size))
         connection.read(hello, partial(self._greeted, connection, hello))
@@ -299,7 +311,7 @@ class Wire:
     def _call(self, slot: int) -> None:
         self._calls[slot] = math.inf  # until this one has ended
         host, port = self._others[slot]
-        connection = _Connection(socket.socket(_family(host), socket.SOCK_STREAM), called=slot)
+        connection = _Connection(socket.socket(_family(host), socket.SOCK_STREAM), self._patience_s, called=slot)
         self._strangers.add(connection)
         connection.socket.connect_ex((host, port))
         hello = _HELLO.pack(_MAGIC, self._generation, self.slot, slot, os.urandom(_NONCE_BYTES))

@@ -49,7 +49,8 @@ class Seat:
         self.asked_in = False
         self._averages: dict[str, float] = {}  # the metrics of the newest step
         self.metrics = MetricsFile(run_dir.metrics / f"{worker_id}.jsonl", run_dir.settings()["created"])
-        self._relay = Relay(self.words, self.notice, address, self._on_broken) if address else None
+        told = (self._on_broken, self._on_unreached)
+        self._relay = Relay(self.words, self.notice, address, *told, timeouts.budget_s) if address else None
         reached_at = "" if self._relay is None else self._relay.address
         self.client = Client(run_dir, worker_id, host, timeouts, self._beat, self.notice.tell, reached_at)
         self.slot = self.client.connect()
@@ -60,6 +61,9 @@ class Seat:
 
     def _on_broken(self, generation: int, slot: int, why: str) -> None:
         self.client.broken(generation, slot, why)
+
+    def _on_unreached(self, generation: int, slot: int) -> None:
+        self.client.broken(generation, slot, "there is none", unreached=True)
 
     @property
     def rank(self) -> int:
