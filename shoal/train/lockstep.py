@@ -275,10 +275,10 @@ class Lockstep(Pace):
                 seat.client.leave()  # let in by the last step of the others: there is nothing to do for a newcomer
                 continue
             seat.place(group)
-            self._sync.enter(group)
-            if group.seq:
-                break
             try:
+                self._sync.enter(group)
+                if group.seq:
+                    break
                 founded = True
                 self._stepper.edits = self._edits
                 if not self._stepper.found(group, self._restored):

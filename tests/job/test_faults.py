@@ -23,7 +23,8 @@ def run(case: Case, tmp_path: Path, plan: FaultPlan, workers: int | str, timeout
 
 def job_of(case: Case, tmp_path: Path, plan: FaultPlan, workers: int | str) -> LocalJob:
     Path(case.out).mkdir(exist_ok=True)
-    return LocalJob(SCRIPT, case.args(), workers=workers, directory=tmp_path / "run", plan=plan, options=MANY)
+    options = (*MANY, "--device", case.replicated or "cpu")
+    return LocalJob(SCRIPT, case.args(), workers=workers, directory=tmp_path / "run", plan=plan, options=options)
 
 
 def check(case: Case, result: JobResult, tolerance: float = 1e-10) -> None:
