@@ -28,7 +28,11 @@ class Reading:
     def values(self) -> dict[str, float]:
         """Waits until the device has computed them."""
         if self._event is None:
-            return {name: float(it) for name, it in self._numbers.items()}
+            return {name: _number(it) for name, it in self._numbers.items()}
         self._event.synchronize()
         read = dict(zip(self._there, self._host.tolist(), strict=True))
-        return {name: read[name] if name in read else float(it) for name, it in self._numbers.items()}
+        return {name: read[name] if name in read else _number(it) for name, it in self._numbers.items()}
+
+
+def _number(value: float | torch.Tensor) -> float:
+    return float(value.item() if isinstance(value, torch.Tensor) else value)

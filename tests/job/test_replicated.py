@@ -56,7 +56,7 @@ def test_a_replica_killed_at_each_named_point_leaves_the_result_of_an_undisturbe
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("workers", "loaders", "optimizer"), [(2, 0, "sgd"), (4, 0, "adamw"), (3, 2, "adafactor")])
+@pytest.mark.parametrize(("workers", "loaders", "optimizer"), [(4, 0, "sgd"), (5, 0, "adamw"), (4, 2, "adafactor")])
 def test_random_kills_of_replicas(tmp_path: Path, workers: int, loaders: int, optimizer: str) -> None:
     case = Case(
         str(tmp_path / "out"),
@@ -66,7 +66,17 @@ def test_random_kills_of_replicas(tmp_path: Path, workers: int, loaders: int, op
         scheduler=True,
         replicated="cpu",
     )
-    plan = FaultPlan().chaos(seed=workers, rate=0.003, limit=20)
+    plan = FaultPlan().chaos(seed=workers, rate=0.001, limit=20)
     result = run(case, tmp_path, plan, workers=workers, timeout_s=400)
     check(case, result)
     assert len(result.of("lost")) >= 10
+
+
+@pytest.mark.slow
+def test_when_all_who_had_the_model_die_the_job_says_so_in_one_line(tmp_path: Path) -> None:
+    case = Case(str(tmp_path / "out"), replicated="cpu")
+    plan = FaultPlan().kill("w0", step=9, during="lane").kill("w1", step=9, during="lane")
+    result = run(case, tmp_path, plan, workers=2)
+    assert result.exit_code == 2
+    assert result.output.startswith("shoal: StateLost: every worker that had the model of commit 9 on its device")
+    assert len(result.output.splitlines()) == 1
