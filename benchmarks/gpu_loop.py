@@ -71,8 +71,10 @@ def measure(
         with torch.autocast("cuda", dtype=torch.bfloat16):
             return nn.functional.cross_entropy(forward(images), targets)
 
-    plain_batches = iter(DataLoader(samples, batch_size=batch, collate_fn=torch.tensor))
-    shoal_batches = iter(worker.batches(samples, batch_size=batch, shuffle=False, collate_fn=torch.tensor))
+    plain_batches = iter(DataLoader(samples, batch_size=batch, num_workers=1, collate_fn=torch.tensor))
+    shoal_batches = iter(
+        worker.batches(samples, batch_size=batch, shuffle=False, num_workers=1, collate_fn=torch.tensor)
+    )
 
     def plain() -> None:
         next(plain_batches)

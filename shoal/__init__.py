@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shoal.sync.allreduce import AllReduce
+    from shoal.sync.batchnorm import SyncBatchNorm
     from shoal.sync.independent import Independent
     from shoal.sync.replicated import Replicated
     from shoal.sync.scaling import LossScaler
@@ -25,14 +26,15 @@ _HOMES = {
     "LossScaler": "shoal.sync.scaling",
     "Replicated": "shoal.sync.replicated",
     "SqrtScaling": "shoal.train.schedules",
+    "SyncBatchNorm": "shoal.sync.batchnorm",
     "TensorBoard": "shoal.train.tensorboard",
     "Worker": "shoal.train.worker",
     "run": "shoal.train.run",
 }
 
 __all__ = [
-    "AllReduce", "Independent", "LinearScaling", "LossScaler", "Replicated", "SqrtScaling", "TensorBoard", "Worker",
-    "run",
+    "AllReduce", "Independent", "LinearScaling", "LossScaler", "Replicated", "SqrtScaling", "SyncBatchNorm",
+    "TensorBoard", "Worker", "run",
 ]  # fmt: skip
 
 

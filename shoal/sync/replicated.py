@@ -24,6 +24,7 @@ from shoal.metrics import fault_point
 from shoal.seconds import EXCHANGE
 from shoal.sync import transfer
 from shoal.sync import words as w
+from shoal.sync.batchnorm import SyncBatchNorm, Total
 from shoal.sync.buckets import Buckets
 from shoal.sync.communicator import Communicator, Handle, Meeting
 from shoal.sync.group import Group
@@ -54,6 +55,9 @@ class Replicated(Sync):
             torch.cuda.set_device(self._device)
             _several_on_one(slot)
         self._parameters = transfer.stepped(replica)
+        self._norms = [module for module in replica.model.modules() if isinstance(module, SyncBatchNorm)]
+        for norm in self._norms:
+            norm.total_of_group = self._total_of_group
         self._kept = [flat.clone() for flat in replica.buffers.gather()]  # of the newest commit
         self._group: Group | None = None
         self._communicator: Communicator | None = None
@@ -172,12 +176,18 @@ class Replicated(Sync):
     def weight(self, samples: int, share: int, batch: int) -> float:
         return samples / batch
 
+    @property
+    def needs_all(self) -> bool:
+        return bool(self._norms)
+
     def closing(self) -> None:
-        self._open = self._buckets is not None
+        # Not while the backward itself sums: where ranks have different gradients, the order would not be one.
+        self._open = self._buckets is not None and not self._norms
 
     def backward(self, loss: torch.Tensor, weight: float) -> None:
         if not self._began:
-            self._forget_gradients()  # what a backward of the user's own has left is not this step's
+            if any(parameter.grad is not None for parameter in self._parameters):
+                self._forget_gradients()  # what a backward of the user's own has left is not this step's
             self._began = True
         if self.scaler is not None:
             weight *= self.scaler.scale
@@ -264,6 +274,22 @@ class Replicated(Sync):
             if self._group.changed:
                 raise Changed
             self._buckets.came(index)
+
+    # Sums inside of a forward or backward pass.
+
+    def _total_of_group(self) -> Total | None:
+        return None if self._communicator is None else self._total
+
+    def _total(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Waits for it, so that the device never waits for another rank: that may be dead, and what the user's code
+        then waits for would not come. Where the generation is over the step comes again, and anything will do."""
+        if self._communicator is None:
+            return tensor
+        try:
+            self._communicator.wait([self._communicator.sum(tensor)])
+        except Changed:
+            return torch.ones_like(tensor)
+        return tensor
 
     # Edits.
 

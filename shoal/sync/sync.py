@@ -68,6 +68,11 @@ class Sync(ABC):
     def weight(self, samples: int, share: int, batch: int) -> float:
         """The weight of a mean loss over `samples` of this worker's `share` of the step's `batch` samples."""
 
+    @property
+    def needs_all(self) -> bool:
+        """Whether every worker must have samples in every micro-batch."""
+        return False
+
     def closing(self) -> None:  # noqa: B027  # most need not know
         """The next backward is the last of this worker's in the step."""
 

@@ -29,6 +29,7 @@ from shoal.data.ledger import Pass
 from shoal.data.prefetch import Prefetch
 from shoal.seconds import RECONFIGURE
 from shoal.sync.allreduce import AllReduce
+from shoal.sync.batchnorm import SyncBatchNorm
 from shoal.sync.memory import HostMemory
 from shoal.sync.replica import Replica, Scheduler
 from shoal.sync.replicated import Replicated
@@ -410,6 +411,11 @@ def _sync_for(model: nn.Module) -> Sync:
 
 
 def _check_device(sync: Sync, model: nn.Module) -> None:
+    if not isinstance(sync, Replicated) and any(isinstance(module, SyncBatchNorm) for module in model.modules()):
+        raise errors.SettingsContradict(
+            f"SyncBatchNorm with {type(sync).__name__}: only shoal.Replicated() sums inside of a forward pass; give it "
+            "as sync, or use BatchNorm"
+        )
     for name, parameter in model.named_parameters():
         if isinstance(sync, AllReduce) and parameter.device.type == "cuda":
             raise errors.ModelUnusable(

@@ -72,6 +72,16 @@ def test_random_kills_of_replicas(tmp_path: Path, workers: int, loaders: int, op
     assert len(result.of("lost")) >= 10
 
 
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), GPU])
+def test_batchnorm_over_all_workers_is_that_of_one_process_while_they_die_and_come(tmp_path: Path, device: str) -> None:
+    case = Case(str(tmp_path / "out"), batchnorm=True, replicated=device)
+    plan = FaultPlan().kill("w1", step=9, during="forward").join(at_step=15).kill("w0", step=30, during="before_done")
+    plan = plan.kill("w2", step=40, during="reduce")
+    result = run(case, tmp_path, plan, workers=3)
+    check(case, result, tolerance=1e-9)
+    assert survivors_kept_their_processes(result, {"w0", "w1", "w2"})
+
+
 @pytest.mark.slow
 def test_when_all_who_had_the_model_die_the_job_says_so_in_one_line(tmp_path: Path) -> None:
     case = Case(str(tmp_path / "out"), replicated="cpu")

@@ -157,7 +157,7 @@ def main(worker: shoal.Worker) -> None:
     out = Path(case.out)
     net = model(case)
     if case.replicated:
-        net.to(worker.device)
+        net = shoal.SyncBatchNorm.convert(net).to(worker.device)  # as one process has it, where it has any
     stepped = optimizer(case, net)
     losses: dict[int, float] = {}
     worker.attach(
@@ -186,6 +186,8 @@ def main(worker: shoal.Worker) -> None:
         if case.gate:
             gate.hold(worker)
         worker.step(loss_of(case, net(batch.x), batch.y))
+    if case.replicated and worker.rank < 0:
+        return  # it came after the last step, and has not seen the state that is on the others' devices
     state = {name: value.cpu() for name, value in net.state_dict().items()}
     torch.save({"state": state, "losses": losses}, out / f"{worker.id}.pt")
 
