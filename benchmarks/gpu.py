@@ -15,6 +15,8 @@ import os
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,7 @@ BOUND = 0.98
 
 def main(argv: list[str] | None = None) -> int:
     asked = _parser().parse_args(argv)
-    console = Console()
+    console = Console(width=120)
     root = str(Path(__file__).parents[1])  # the scripts of the jobs find this package by it
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     if not torch.cuda.is_available():
@@ -42,9 +44,11 @@ def main(argv: list[str] | None = None) -> int:
     console.print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {os.cpu_count()} cores")
     with tempfile.TemporaryDirectory() as folder:
         rows = [row for one in product(asked.models, asked.compile) for row in alone(Path(folder), *one, asked)]
-        table = _table(rows)
-        console.print(table)
-        jobs = [together(Path(folder), workers) for workers in asked.workers]
+        if rows:
+            console.print(_table(rows))
+        # At once: what counts here is how they end, and starting takes them longest.
+        with ThreadPoolExecutor(max(1, len(asked.workers))) as pool:
+            jobs = list(pool.map(partial(together, Path(folder)), asked.workers))
     for job in jobs:
         console.print(_line(job), highlight=False, soft_wrap=True)
     if asked.json:
@@ -121,12 +125,12 @@ def _line(job: dict[str, Any]) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--models", nargs="*", default=list(MODELS), help=f"of {', '.join(MODELS)}")
     parser.add_argument("--compile", nargs="+", choices=("no", "yes"), default=["no", "yes"])
     parser.add_argument("--batches", nargs="+", type=int, default=[64, 256])
     parser.add_argument("--side", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--turn-s", type=float, default=0.4)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--turn-s", type=float, default=0.3)
     parser.add_argument("--workers", nargs="*", type=int, default=[2, 3, 4])
     parser.add_argument("--json", type=Path)
     return parser

@@ -186,8 +186,10 @@ class Replicated(Sync):
 
     def backward(self, loss: torch.Tensor, weight: float) -> None:
         if not self._began:
-            if any(parameter.grad is not None for parameter in self._parameters):
-                self._forget_gradients()  # what a backward of the user's own has left is not this step's
+            for parameter in self._parameters:
+                if parameter.grad is not None:  # what a backward of the user's own has left is not this step's
+                    self._forget_gradients()
+                    break
             self._began = True
         if self.scaler is not None:
             weight *= self.scaler.scale

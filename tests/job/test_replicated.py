@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from shoal.control.rundir import RunDir
 from shoal.metrics import POINTS
@@ -80,6 +81,14 @@ def test_batchnorm_over_all_workers_is_that_of_one_process_while_they_die_and_co
     result = run(case, tmp_path, plan, workers=3)
     check(case, result, tolerance=1e-9)
     assert survivors_kept_their_processes(result, {"w0", "w1", "w2"})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_gpu_where_there_is_none_is_one_line(tmp_path: Path) -> None:
+    result = run(Case(str(tmp_path / "out"), replicated="cuda"), tmp_path, FaultPlan(), workers=1)
+    assert result.exit_code == 2
+    assert result.output.startswith("shoal: DeviceMissing: --device cuda: ")
+    assert len(result.output.splitlines()) == 1
 
 
 @pytest.mark.slow
