@@ -85,6 +85,7 @@ class Communicator:
         self._backend: Any = None
         self._store: Any = None
         self._problem: Exception | None = None
+        self._ended = False
         self._side: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -117,6 +118,8 @@ class Communicator:
                 options._timeout = _MEET
                 options._devices = [dist.ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
                 self._backend = dist.ProcessGroupGloo(self._store, self._rank, self._size, options)
+            if self._ended:
+                self.abort()  # nobody else has it any more
         except Exception as problem:  # of a peer that died, most likely: told where the others' words are known
             self._problem = problem
 
@@ -189,6 +192,7 @@ class Communicator:
 
     def abort(self) -> None:
         """End it, with whatever is under way in it. CommunicatorLost if that cannot be done."""
+        self._ended = True
         backend, self._backend, self._store = self._backend, None, None
         if backend is None:
             return

@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+import socket
 import zlib
 from collections.abc import Callable
 from functools import partial
@@ -36,7 +37,10 @@ from shoal.sync.words import Words
 
 
 class Replicated(Sync):
-    """NCCL between GPUs, gloo between CPUs. One worker alone has no communicator, and steps as a plain loop does."""
+    """NCCL between GPUs, gloo between CPUs. One worker alone has no communicator, and steps as a plain loop does.
+
+    As in a plain loop, a backward of the script's own between a batch and its step adds to that step's gradients.
+    """
 
     def __init__(self, scaler: LossScaler | None = None) -> None:
         self.scaler = scaler
@@ -65,7 +69,6 @@ class Replicated(Sync):
         self._buckets: Buckets[Handle] | None = None
         self._hooks: list[RemovableHandle] = []
         self._open = False  # the backward that runs is the step's last
-        self._began = False  # gradients of this step were computed
         self._at = 0  # the commit whose state this replica is
         self._attempted = 0  # the commit that was worked towards
         self._then: Callable[[], None] | None = None  # what is done once it has happened
@@ -119,8 +122,9 @@ class Replicated(Sync):
         if group.rank == root:
             transfer.send(self._replica, self._communicator, "state", root)
             return
-        arrived = transfer.receive(self._replica, self._communicator, "state", root)
-        if self._at != group.seq:
+        fresh = self._at != group.seq
+        arrived = transfer.receive(self._replica, self._communicator, "state", root, keep=fresh)
+        if fresh:
             self._install(arrived)
             self._at = group.seq
 
@@ -170,8 +174,8 @@ class Replicated(Sync):
             self.scaler.move_on()
         if self._buckets is not None:
             self._buckets.reset()
-        self._forget_gradients()
-        self._began = False
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def weight(self, samples: int, share: int, batch: int) -> float:
         return samples / batch
@@ -185,12 +189,6 @@ class Replicated(Sync):
         self._open = self._buckets is not None and not self._norms
 
     def backward(self, loss: torch.Tensor, weight: float) -> None:
-        if not self._began:
-            for parameter in self._parameters:
-                if parameter.grad is not None:  # what a backward of the user's own has left is not this step's
-                    self._forget_gradients()
-                    break
-            self._began = True
         if self.scaler is not None:
             weight *= self.scaler.scale
         try:
@@ -201,8 +199,6 @@ class Replicated(Sync):
             self._group.seconds.switch(EXCHANGE)
 
     def prepare(self, group: Group, verdict: Verdict) -> float | None:
-        if not self._began:
-            self._forget_gradients()
         staged: list[torch.Tensor] = []
         if self._communicator is not None and verdict.gradients:
             assert self._buckets is not None
@@ -252,10 +248,6 @@ class Replicated(Sync):
         if staged:
             _copy(self._replica.buffers.flat, staged)
         self._keep_buffers()
-
-    def _forget_gradients(self) -> None:
-        for parameter in self._parameters:
-            parameter.grad = None
 
     # Gradients on their way.
 
@@ -379,7 +371,7 @@ def _several_on_one(slot: int) -> None:
     """NCCL takes two ranks on one GPU for a mistake, unless they say that they are on different hosts."""
     turn = slot // torch.cuda.device_count()
     if turn:
-        os.environ.setdefault("NCCL_HOSTID", f"shoal-{turn}")
+        os.environ.setdefault("NCCL_HOSTID", f"{socket.gethostname()}-{turn}")
 
 
 def _describe(replica: Replica) -> tuple[int, str]:

@@ -74,10 +74,12 @@ def send(replica: Replica, communicator: Communicator, name: str, root: int) -> 
         communicator.wait([communicator.broadcast(flat, root)])
 
 
-def receive(replica: Replica, communicator: Communicator, name: str, root: int) -> Arrived:
-    """The state of rank `root`. Changed: the generation is over."""
-    device, parameters = replica.device, stepped(replica)
-    model = [torch.empty_like(it, memory_format=torch.contiguous_format) for it in model_tensors(replica)]
+def receive(replica: Replica, communicator: Communicator, name: str, root: int, *, keep: bool = True) -> Arrived:
+    """The state of rank `root`; of a rank that has it already, and need not `keep` it, only that it has listened.
+    Changed: the generation is over."""
+    parameters, device = stepped(replica), replica.device
+    kept_on = device if keep else torch.device("meta")  # where tensors have a size and no memory
+    model = [torch.empty(it.shape, dtype=it.dtype, device=kept_on) for it in model_tensors(replica)]
     moving, kept = list(model), []
     for about in json.loads(communicator.hear(name)):
         index, key = about["at"], about["key"]
@@ -89,9 +91,9 @@ def receive(replica: Replica, communicator: Communicator, name: str, root: int) 
             data = bytearray(base64.b64decode(about["bytes"]))
             value = torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
         elif shape == parameters[index].shape:  # laid out like the parameter, as the optimizer itself makes it
-            value = torch.empty_like(parameters[index], dtype=dtype).detach()
+            value = torch.empty_like(parameters[index], dtype=dtype, device=kept_on).detach()
         else:
-            value = torch.empty(shape, dtype=dtype, device=device)
+            value = torch.empty(shape, dtype=dtype, device=kept_on)
         if "bytes" not in about:
             moving.append(value)
         kept.append((index, key, value))
@@ -99,7 +101,7 @@ def receive(replica: Replica, communicator: Communicator, name: str, root: int) 
         flat = torch.empty(sum(_nbytes(it) for it in chunk), dtype=torch.uint8, device=device)
         communicator.wait([communicator.broadcast(flat, root)])
         at = 0
-        for tensor in chunk:
+        for tensor in chunk if keep else ():
             piece = flat[at : at + _nbytes(tensor)].clone()  # aligned, whatever came before it
             tensor.copy_(piece.view(tensor.dtype).view(tensor.shape))
             at += _nbytes(tensor)

@@ -377,13 +377,13 @@ class Worker:
         self._seat.client.failed(kind, str(problem), "".join(traceback.format_exception(problem)))
 
     def close(self) -> None:
-        if self._pace is not None:
-            self._sync.close()
         if self._audit is not None:
             self._audit.close()
         if self._saver is not None:
             self._saver.finish()
         self._seat.close()
+        if self._pace is not None:
+            self._sync.close()
 
 
 def _count(metrics: Mapping[str, float | torch.Tensor], attempt: Attempt, batch: Batch) -> None:

@@ -12,8 +12,8 @@ import torch
 
 from shoal.control.rundir import RunDir
 from shoal.metrics import POINTS
-from shoal.testing import FaultPlan
-from tests.job.test_faults import check, job_of, run, survivors_kept_their_processes
+from shoal.testing import FaultPlan, LocalJob
+from tests.job.test_faults import SCRIPT, check, job_of, run, survivors_kept_their_processes
 from tests.job.training import Case, Gate
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -81,6 +81,22 @@ def test_batchnorm_over_all_workers_is_that_of_one_process_while_they_die_and_co
     result = run(case, tmp_path, plan, workers=3)
     check(case, result, tolerance=1e-9)
     assert survivors_kept_their_processes(result, {"w0", "w1", "w2"})
+
+
+@pytest.mark.slow
+def test_replicas_that_were_killed_as_a_whole_go_on_from_a_checkpoint(tmp_path: Path) -> None:
+    gate = Gate(tmp_path / "gate")
+    case = Case(str(tmp_path / "out"), epochs=20, scheduler=True, gate=str(gate.path), replicated="cpu")
+    Path(case.out).mkdir()
+    options = ("--threads", "1", "--backoff", "0", "--checkpoint-every", "7", "--device", "cpu", "--quiet")
+    job = LocalJob(SCRIPT, case.args(), workers=2, directory=tmp_path / "run", options=options)
+    job.start()
+    gate.open(40)
+    job.wait_until(lambda: bool(job.events("checkpointed")))
+    job.kill()
+    gate.open(1000)
+    job.resume(workers=3)
+    check(case, job.wait())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
