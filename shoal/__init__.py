@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shoal.sync.allreduce import AllReduce
+    from shoal.sync.batchnorm import SyncBatchNorm
     from shoal.sync.independent import Independent
+    from shoal.sync.replicated import Replicated
+    from shoal.sync.scaling import LossScaler
     from shoal.train.run import run
     from shoal.train.schedules import LinearScaling, SqrtScaling
     from shoal.train.tensorboard import TensorBoard
@@ -20,13 +23,19 @@ _HOMES = {
     "AllReduce": "shoal.sync.allreduce",
     "Independent": "shoal.sync.independent",
     "LinearScaling": "shoal.train.schedules",
+    "LossScaler": "shoal.sync.scaling",
+    "Replicated": "shoal.sync.replicated",
     "SqrtScaling": "shoal.train.schedules",
+    "SyncBatchNorm": "shoal.sync.batchnorm",
     "TensorBoard": "shoal.train.tensorboard",
     "Worker": "shoal.train.worker",
     "run": "shoal.train.run",
 }
 
-__all__ = ["AllReduce", "Independent", "LinearScaling", "SqrtScaling", "TensorBoard", "Worker", "run"]
+__all__ = [
+    "AllReduce", "Independent", "LinearScaling", "LossScaler", "Replicated", "SqrtScaling", "SyncBatchNorm",
+    "TensorBoard", "Worker", "run",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -10,6 +10,8 @@ ShoalError                      what shoal raises
 │   ├── WorkersDiffer           models, data or hyperparameters differ between workers
 │   ├── LossNotFinite           a loss is NaN or infinite and the policy is to stop
 │   ├── OutOfSharedMemory       the arena does not fit
+│   ├── DeviceMissing           a GPU is asked for where there is none
+│   ├── StateLost               all workers that had the model on their devices died
 │   ├── RunDirUnusable          not a run directory, or another job's
 │   ├── CheckpointUnusable      damaged, of a newer version, or of another model
 │   ├── HostUnusable            a host cannot be reached, has no shoal, or another version
@@ -22,6 +24,7 @@ ShoalError                      what shoal raises
 ├── HostLost                the launcher of another host ended, or does not answer
 ├── ForkServerLost              the process that forks the workers ended
 ├── LoaderLost                  a loader process of a worker was killed; the worker ends, and is replaced
+├── CommunicatorLost            the exchange between devices failed and nobody died; the worker ends, and is replaced
 └── Changed                     internal: the generation changed, the step comes again
 """
 
@@ -65,6 +68,14 @@ class LossNotFinite(UserMistake):
 
 
 class OutOfSharedMemory(UserMistake):
+    pass
+
+
+class DeviceMissing(UserMistake):
+    pass
+
+
+class StateLost(UserMistake):
     pass
 
 
@@ -113,6 +124,10 @@ class ForkServerLost(ShoalError):
 
 
 class LoaderLost(ShoalError):
+    pass
+
+
+class CommunicatorLost(ShoalError):
     pass
 
 

@@ -58,6 +58,7 @@ def run_job(
     environment = WorkerEnvironment(
         threads=settings.threads or 0,
         pin=settings.pin,
+        device=settings.device,
         plugin=inherited.plugin,
         faults=inherited.faults and os.path.abspath(inherited.faults),
         checkpoint_every=settings.checkpoint_every,

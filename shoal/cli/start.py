@@ -85,6 +85,9 @@ def run(
         int | None, typer.Option(help="torch threads of a worker; its share of the cores if left out.")
     ] = None,
     pin: Annotated[bool, typer.Option("--pin/--no-pin", help="Give each worker cores of its own.")] = True,
+    device: Annotated[
+        str, typer.Option(metavar="auto|cpu|cuda", help="What worker.device is; auto is a GPU where there is one.")
+    ] = "auto",
     checkpoint_every: Annotated[
         str,
         typer.Option(
@@ -146,6 +149,7 @@ def run(
         memory_bytes=parse_bytes(memory) if memory is not None else None,
         threads=threads,
         pin=pin,
+        device=device,
         log_bytes=parse_bytes(log_size, "--log-size"),
         metrics_port=metrics_port,
         checkpoint_every=checkpoint_every,

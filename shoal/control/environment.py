@@ -25,6 +25,7 @@ class WorkerEnvironment:
     address: str = ""  # of this host, to listen at for workers of other hosts; empty: the job has one host
     threads: int = 0  # of torch; 0 for the worker's share of the cores
     pin: bool = True  # to cores of its own
+    device: str = "auto"  # what `Worker.device` is: cpu, cuda, or whichever there is
     plugin: str = ""  # "module:function", called with the worker before the script's main
     faults: str = ""  # path of a plan for `shoal.testing`
     checkpoint_every: str = DEFAULT_EVERY  # see `checkpoints.Every`

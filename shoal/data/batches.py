@@ -95,6 +95,10 @@ class Loader:
                 generator=torch.Generator(),
             )
 
+    @property
+    def is_stream(self) -> bool:
+        return isinstance(self._source, Stream)
+
     def start(self, cursor: Cursor, rank: int, size: int) -> None:
         """Go on from here with this split. What was read ahead is thrown away."""
         split_index = self._source.new_split()

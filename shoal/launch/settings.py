@@ -74,6 +74,7 @@ class JobSettings:
     memory_bytes: int | None = None
     threads: int | None = None
     pin: bool = True
+    device: str = "auto"  # cpu, cuda, or whichever there is
     log_bytes: int = LOG_LIMIT_BYTES  # of a worker's log
     metrics_port: str | None = None  # for Prometheus
     checkpoint_every: str = DEFAULT_EVERY
@@ -103,6 +104,8 @@ class JobSettings:
             raise errors.SettingsContradict(
                 f"--backoff {self.backoff_s:g} is not a number of seconds from 0 up; 0 replaces a dead worker at once"
             )
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise errors.SettingsContradict(f"--device {self.device} is none that can be asked for; auto, cpu or cuda")
         for name, size_bytes in (("memory_bytes", self.memory_bytes), ("log_bytes", self.log_bytes)):
             if size_bytes is not None and size_bytes < 1:
                 raise errors.SettingsContradict(f"{name} is {size_bytes}; write a number of bytes from 1 up")

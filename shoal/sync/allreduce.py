@@ -18,8 +18,8 @@ from shoal.metrics import fault_point
 from shoal.seconds import EXCHANGE
 from shoal.sync import words as w
 from shoal.sync.arena import Arena, shaped
-from shoal.sync.buckets import Tuning
 from shoal.sync.exchange import Exchange
+from shoal.sync.far_buckets import Tuning
 from shoal.sync.group import Group
 from shoal.sync.hosts import BUFFERS, STATE
 from shoal.sync.layout import plan
@@ -72,6 +72,7 @@ class AllReduce(Sync):
         self._frozen_shown: int | None = None
         self._group: Group | None = None
         self._exchange: Exchange | None = None
+        self._last = False  # the backward that runs or comes next is the last of this worker's step
         self._carried = False  # the commit under way leaves parameters and state as they are
         self._alike = False  # the newest commit did, so that both buffers hold the same
         self._open = False
@@ -106,7 +107,7 @@ class AllReduce(Sync):
 
     def _made(self, index: int) -> None:
         """The gradient of this tensor is made, as far as one can tell before backward has ended."""
-        if self._exchange is not None and self.last and (bucket := self._exchange.made(index)):
+        if self._exchange is not None and self._last and (bucket := self._exchange.made(index)):
             self._to_lane(bucket)
             self._exchange.announce(index)
 
@@ -227,10 +228,13 @@ class AllReduce(Sync):
     def weight(self, samples: int, share: int, batch: int) -> float:
         return samples / batch
 
+    def closing(self) -> None:
+        self._last = True
+
     def backward(self, loss: torch.Tensor, weight: float) -> None:
         for parameter in self._parameters:
             parameter.grad = None  # what a backward of the user's own has left is not this step's
-        if self._exchange is not None and self._group is not None and self.last:
+        if self._exchange is not None and self._group is not None and self._last:
             late = [index for index, one in enumerate(self._parameters) if not one.requires_grad]
             self._exchange.begin(self._group.seq + 1, self._late.union(late))
         self._set_open(True)
@@ -238,6 +242,7 @@ class AllReduce(Sync):
             super().backward(loss, weight)
         finally:
             self._set_open(False)
+            self._last = False
         if self._group is not None:
             self._group.seconds.switch(EXCHANGE)
         self._to_lane(range(len(self._parameters)))

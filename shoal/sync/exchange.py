@@ -14,7 +14,7 @@ from shoal import errors
 from shoal.metrics import fault_point
 from shoal.sync import words as w
 from shoal.sync.arena import Lane
-from shoal.sync.buckets import CANDIDATES, Buckets
+from shoal.sync.far_buckets import CANDIDATES, FarBuckets
 from shoal.sync.group import Group
 from shoal.sync.layout import Layout
 from shoal.sync.ranges import Run, owned
@@ -60,7 +60,7 @@ class Exchange:
         self._told = b""
         self._elsewhere: npt.NDArray[np.uint8] = np.zeros(layout.tensors, dtype=np.uint8)
         self._work: dict[int, list[tuple[torch.Tensor, list[torch.Tensor]]]] = {}
-        self._cuts: dict[int, tuple[Buckets, dict[int, int]]] = {}
+        self._cuts: dict[int, tuple[FarBuckets, dict[int, int]]] = {}
         self._seq = 0
         self.choice = 0
         self._missing: list[set[int]] = []
@@ -78,7 +78,7 @@ class Exchange:
         self._seq, step = seq, tag(self._group.generation.number, seq)
         self.choice = self._words.buckets(step)
         if self.choice not in self._cuts:
-            buckets = Buckets.cut(self._layout, CANDIDATES[self.choice])
+            buckets = FarBuckets.cut(self._layout, CANDIDATES[self.choice])
             bits = {chunk: buckets.bits(self._layout, piece) for chunk, piece in self._pieces.items()}
             order = sorted(bits, key=lambda chunk: (bits[chunk].bit_length(), -chunk))
             self._cuts[self.choice] = buckets, {chunk: bits[chunk] for chunk in order}

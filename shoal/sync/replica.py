@@ -23,16 +23,16 @@ class Buffers:
 
     def __init__(self, model: nn.Module) -> None:
         self._homes: list[tuple[nn.Module, str, torch.Tensor]] = []
-        by_dtype: dict[torch.dtype, list[tuple[nn.Module, str, torch.Tensor]]] = {}
+        by_kind: dict[tuple[torch.dtype, torch.device], list[tuple[nn.Module, str, torch.Tensor]]] = {}
         seen: set[int] = set()
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and id(buffer) not in seen:
                     seen.add(id(buffer))
-                    by_dtype.setdefault(buffer.dtype, []).append((module, name, buffer))
+                    by_kind.setdefault((buffer.dtype, buffer.device), []).append((module, name, buffer))
         self.flat: list[torch.Tensor] = []
-        for dtype, homes in by_dtype.items():
-            flat = torch.empty(sum(buffer.numel() for _, _, buffer in homes), dtype=dtype)
+        for (dtype, device), homes in by_kind.items():
+            flat = torch.empty(sum(buffer.numel() for _, _, buffer in homes), dtype=dtype, device=device)
             offset = 0
             for module, name, buffer in homes:
                 view = flat[offset : offset + buffer.numel()].view(buffer.shape)
@@ -48,7 +48,7 @@ class Buffers:
         for whole, ours in zip(flat, self.flat, strict=True):
             start = ours.data_ptr()
             for _, _, buffer in self._homes:
-                if buffer.dtype == ours.dtype:
+                if (buffer.dtype, buffer.device) == (ours.dtype, ours.device):
                     offset = (buffer.data_ptr() - start) // buffer.element_size() if buffer.numel() else 0
                     places[id(buffer)] = whole[offset : offset + buffer.numel()].view(buffer.shape)
         return places
@@ -84,10 +84,17 @@ class Replica:
                         f"{names[id(parameter)]} is in the optimizer twice: build it from model.parameters()"
                     )
                 stepped.add(id(parameter))
+        self.device = next(iter(parameters.values())).device
         for name, parameter in parameters.items():
-            if parameter.device.type != "cpu":
+            if parameter.device.type not in ("cpu", "cuda"):
                 raise errors.ModelUnusable(
-                    f"parameter {name} is on {parameter.device}: only CPU models can be attached; call model.cpu()"
+                    f"parameter {name} is on {parameter.device}: only models on a CPU or on a GPU can be attached; "
+                    "call model.cpu(), or model.to(worker.device)"
+                )
+            if parameter.device != self.device:
+                raise errors.ModelUnusable(
+                    f"parameter {name} is on {parameter.device}, others are on {self.device}: a worker has its whole "
+                    "model on one device; call model.to(worker.device)"
                 )
             if parameter.layout != torch.strided:
                 raise errors.ModelUnusable(
@@ -167,7 +174,7 @@ class Replica:
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
     """The tensor's elements as they lie in memory, for digests."""
-    return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    return memoryview(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def _plain(value: Any) -> Any:

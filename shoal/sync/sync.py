@@ -20,6 +20,7 @@ class Verdict:
     apply: bool  # false: the step is committed with parameters as they were
     clip_norm: float | None
     learning_rate_factor: float = 1.0
+    gradients: bool = True  # false: nobody computed any, it is no training step
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,6 @@ class Sync(ABC):
     a step is this worker's own, and `group.seq` counts those.
     """
 
-    last = True  # whether the backward that comes next is the last of this worker's step
     lockstep: bool = True  # all workers commit each step together; if not, each goes at its own pace
 
     @abstractmethod
@@ -72,6 +72,17 @@ class Sync(ABC):
     @abstractmethod
     def weight(self, samples: int, share: int, batch: int) -> float:
         """The weight of a mean loss over `samples` of this worker's `share` of the step's `batch` samples."""
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether every worker must have samples in every micro-batch."""
+        return False
+
+    def closing(self) -> None:  # noqa: B027  # most need not know
+        """The next backward is the last of this worker's in the step."""
+
+    def close(self) -> None:  # noqa: B027  # most hold nothing
+        """Give back what other processes would miss. The worker ends."""
 
     def backward(self, loss: torch.Tensor, weight: float) -> None:
         """Compute the gradients of one micro-batch, times the weight."""

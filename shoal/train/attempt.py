@@ -15,7 +15,10 @@ from shoal.data.batches import Fetched
 from shoal.data.ledger import GlobalBatch
 from shoal.sync.record import Record
 from shoal.sync.sync import Sync
+from shoal.train.reading import Reading
 from shoal.train.schedules import Schedule, Situation, last_change
+
+_LOSS = ""  # no metric has that name
 
 
 @dataclass(frozen=True)
@@ -76,14 +79,25 @@ class Attempt:
     metrics: dict[str, float] = field(default_factory=dict)  # likewise
 
     def learn(
-        self, sync: Sync, policy: Policy, loss: torch.Tensor, metrics: Mapping[str, float | torch.Tensor], samples: int
+        self,
+        sync: Sync,
+        policy: Policy,
+        loss: torch.Tensor,
+        metrics: Mapping[str, float | torch.Tensor],
+        samples: int,
+        *,
+        last: bool = True,
     ) -> None:
         """Add one micro-batch: its gradients, weighted so that all workers' together are the global batch's, its loss
-        and its metrics."""
+        and its metrics. `last`: of this worker's in the step."""
         share, batch = self.hi - self.lo, self.batch.hi - self.batch.lo
         is_mean = policy.loss == "mean"
+        reading = Reading({**metrics, _LOSS: loss})
+        if last:
+            sync.closing()
         sync.backward(loss, sync.weight(samples, share, batch) if is_mean else 1.0)
-        self.add(samples, loss.item() * (samples if is_mean else 1), metrics)
+        values = reading.values()
+        self.add(samples, values.pop(_LOSS) * (samples if is_mean else 1), values)
 
     def add(self, samples: int, loss: float, metrics: Mapping[str, Any]) -> None:
         """`loss` is summed over the samples, `metrics` are means."""

@@ -36,6 +36,7 @@ class Ballot:
     def __init__(self, replica: Replica, policy: Policy, model: str) -> None:
         """`model` describes its tensors, alike on workers whose models are."""
         self._replica = replica
+        self._names: tuple[bytes, list[str]] = (b"[]", [])  # of metrics, as told last
         # An object without a repr of its own shows its address, which says nothing.
         settings = {name: re.sub(r" at 0x[0-9a-f]+", "", repr(value)) for name, value in vars(policy).items()}
         self._always = f"{json.dumps(settings)}\n{json.dumps({'model': model})}"
@@ -110,7 +111,10 @@ class Ballot:
     def tally(self, group: Group) -> Tally:
         """Everybody's losses and metrics, read while nobody can move on."""
         words = group.words
-        names: list[str] = json.loads(words.names)  # rank 0's: a worker with an empty share has none of its own
+        told = words.names  # rank 0's: a worker with an empty share has none of its own
+        if told != self._names[0]:
+            self._names = told, json.loads(told)
+        names = self._names[1]
         samples = sum(words.value(slot, w.WEIGHT) for slot in group.slots) or 1.0
         losses = [words.value(slot, w.LOSS) for slot in group.slots]
         # A slot whose worker counted nothing has not written its values.

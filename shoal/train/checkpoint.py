@@ -240,7 +240,12 @@ class Restored:
                 continue
             owner, _, key = rest.rpartition("/")
             if owner in parameters:
-                self._optimizer.state[parameters[owner]][key] = as_tensor(tensor)
+                parameter, value = parameters[owner], as_tensor(tensor)
+                # A number that was on the CPU stays there, as Adam's count of steps, unless the optimizer is fused.
+                on_cpu = not value.dim() and not any(
+                    group.get("fused") or group.get("capturable") for group in self._optimizer.param_groups
+                )
+                self._optimizer.state[parameter][key] = value if on_cpu else value.to(parameter.device)
 
 
 def start_from(path: Path, model: nn.Module) -> None:

@@ -129,7 +129,6 @@ class Lockstep(Pace):
         try:
             if group.changed:
                 raise Changed
-            self._sync.last = batch.fetched.micro + 1 == batch.fetched.micros
             use(attempt, batch)
             if batch.fetched.micro + 1 < batch.fetched.micros:
                 return False

@@ -86,12 +86,22 @@ class Pace(ABC):
             self._attempt = Attempt(pass_.index, fetched.batch, *share, time.perf_counter(), fetched.first)
             self._seconds.begin_attempt()
             self._sync.begin()
+            if self._sync.needs_all and pass_.train:
+                self._check_all_have_samples(pass_, fetched)
         self._attempt.ids.append(fetched.ids)
         # Randomness is a function of the step and of the place in its split: there is nothing to restore after a
         # change.
         _seed_everything(ledger.seed_for(pass_.seed, pass_.index, *place, fetched.micro))
         fault_point("forward")
         return Batch(fetched, self._seat.record.step + 1)
+
+    def _check_all_have_samples(self, pass_: Pass, fetched: Fetched) -> None:
+        size, samples = self._seat.group.size if self._seat.group else 1, fetched.batch.hi - fetched.batch.lo
+        if samples < size * pass_.accumulate:
+            raise errors.SettingsContradict(
+                f"a step of {samples} samples leaves some of {size} workers without, and SyncBatchNorm needs one of "
+                "each: use drop_last=True, or a larger batch"
+            )
 
     def _committed(self, report: StepReport) -> None:
         self._seconds.switch(COMPUTE)  # what follows is the user's

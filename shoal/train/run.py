@@ -47,7 +47,7 @@ def _run_launched(main: Callable[[Worker], None], environment: WorkerEnvironment
         Placement(environment.threads, environment.pin),
         environment,
     )
-    _live(worker, main, environment.plugin)
+    _live(worker, main, environment)
 
 
 def _run_alone(main: Callable[[Worker], None], environment: WorkerEnvironment) -> None:
@@ -69,7 +69,7 @@ def _run_alone(main: Callable[[Worker], None], environment: WorkerEnvironment) -
             how: signal.Signals | None = None
             before = signal.signal(signal.SIGINT, partial(_interrupted, worker))
             try:
-                _live(worker, main, environment.plugin)
+                _live(worker, main, environment)
                 if not worker.progress().seq:
                     raise errors.trained_nothing(os.path.basename(script))
             except Leave:
@@ -104,12 +104,14 @@ def _interrupted(worker: Worker, *_: object) -> None:
         os.write(2, b"\nshoal: ends after this step; Ctrl-C once more ends it now\n")
 
 
-def _live(worker: Worker, main: Callable[[Worker], None], plugin: str) -> None:
-    if plugin:
-        module, function = plugin.split(":")
+def _live(worker: Worker, main: Callable[[Worker], None], environment: WorkerEnvironment) -> None:
+    if environment.plugin:
+        module, function = environment.plugin.split(":")
         getattr(importlib.import_module(module), function)(worker)
     signal.signal(signal.SIGTERM, worker.on_sigterm)
     try:
+        if environment.device == "cuda":
+            _ = worker.device  # which says so in one line where there is none
         try:
             main(worker)
         except SystemExit as exit:  # with 0, it is one way more to return

@@ -104,7 +104,7 @@ class Stepper:
         tally, begun = self._ballot.tally(group), record.pass_index == pass_.index
         samples = attempt.batch.hi - attempt.batch.lo
         totals = summed(record.totals if begun else (), list(tally.metrics), tally.metrics, samples)
-        self._sync.prepare(group, Verdict(apply=False, clip_norm=None))
+        self._sync.prepare(group, Verdict(apply=False, clip_norm=None, gradients=False))
         if group.leads:
             self._place_text(record)
             counted = replace(

@@ -26,14 +26,19 @@ from shoal.data.batches import Loader
 from shoal.data.fed import AuditWriter
 from shoal.data.indexed import samples_in
 from shoal.data.ledger import Pass
+from shoal.data.prefetch import Prefetch
 from shoal.seconds import RECONFIGURE
 from shoal.sync.allreduce import AllReduce
+from shoal.sync.batchnorm import SyncBatchNorm
 from shoal.sync.memory import HostMemory
 from shoal.sync.replica import Replica, Scheduler
+from shoal.sync.replicated import Replicated
+from shoal.sync.scaling import LossScaler
 from shoal.sync.sync import Sync
 from shoal.train.attempt import Attempt, Batch, Policy
 from shoal.train.callbacks import Callbacks, OnEpoch, OnReconfigure, OnStep
 from shoal.train.checkpoint import Restored, Saver, start_from
+from shoal.train.device import choose
 from shoal.train.evaluate import Results, Rows
 from shoal.train.leased import Leased, Lessee, refuse
 from shoal.train.lockstep import Lockstep
@@ -84,6 +89,13 @@ class Worker:
         """Steps committed in this job so far."""
         return self._seat.record.step
 
+    @property
+    def device(self) -> torch.device:
+        """Where this worker's model belongs: a GPU, of several the one that goes with its place on the host, or the
+        CPU. As `shoal run --device` says; left to itself, a GPU where there is one. DeviceMissing where it is asked for
+        and there is none."""
+        return choose(self._environment.device if self._environment is not None else "auto", self._seat.slot)
+
     def attach(
         self,
         model: nn.Module,
@@ -97,6 +109,7 @@ class Worker:
         epoch_schedulers: Sequence[Scheduler] = (),
         schedule: Schedule | None = None,
         nan: Literal["stop", "skip"] = "stop",
+        scaler: LossScaler | None = None,
         on_step: OnStep | None = None,
         on_epoch: OnEpoch | None = None,
         on_reconfigure: OnReconfigure | None = None,
@@ -106,7 +119,10 @@ class Worker:
         loss: whether the loss given to `step` is a mean or a sum over its samples. clip_norm: bound of the norm of the
         whole gradient. accumulate: micro-batches a step. schedulers are stepped at every commit, epoch_schedulers at
         the end of every epoch. schedule: a factor of the learning rate that sees the number of workers. nan: what a
-        loss that is not finite does.
+        loss that is not finite does. scaler: of the loss, for float16 on a GPU.
+
+        Without a sync, it is AllReduce for a model on the CPU and Replicated for one on a GPU. A model may be compiled
+        before or after this.
         """
         if self._pace is not None:
             raise errors.SettingsContradict("attach() was called before: a worker trains one model")
@@ -119,11 +135,22 @@ class Worker:
                 f"nan={nan!r}, loss={loss!r}: nan is 'stop' or 'skip', loss 'mean' or 'sum'"
             )
         seat = self._seat
-        self._sync = sync or AllReduce()
+        model = getattr(model, "_orig_mod", model)  # of a compiled one: names in checkpoints are the model's own
+        self._sync = sync or _sync_for(model)
+        _check_device(self._sync, model)
+        if scaler is not None:
+            if not isinstance(self._sync, Replicated):
+                raise errors.SettingsContradict(
+                    f"scaler with {type(self._sync).__name__}: losses are scaled by sync=shoal.Replicated(), which is "
+                    "what a model on a GPU has"
+                )
+            self._sync.scaler = scaler
         self._policy = Policy(loss, clip_norm, nan, schedule)
         self._accumulate = accumulate
         restored = self._start_from(model, optimizer)
-        self._replica = Replica(model, optimizer, (*schedulers, *epoch_schedulers))
+        # What is scaled how belongs to a commit as the state of schedulers does.
+        kept = (*schedulers, *epoch_schedulers, *((scaler,) if scaler is not None else ()))
+        self._replica = Replica(model, optimizer, kept)
         self._sync.bind(self._replica, seat.memory, seat.words, seat.slot)
         if restored is not None:
             restored.apply_training(self._replica)
@@ -174,13 +201,15 @@ class Worker:
         pin_memory: bool = False,
         prefetch_factor: int | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
+        device: torch.device | str | None = None,
     ) -> Iterator[Batch]:
         """This worker's micro-batches of a pass over the data: every sample of every epoch once, over all workers.
 
         batch_size is one worker's (a step takes batch_size × workers × accumulate), global_batch the whole step's
         whatever the number of workers. Call `step` once for each batch. A data set that can only be iterated over is a
         stream: every worker reads all of it and uses its share, so it must give the same samples in the same order
-        everywhere. The others are shuffled unless told not to.
+        everywhere. The others are shuffled unless told not to. device: where the batches are to be; to a GPU they are
+        copied from pinned memory while the one before is computed.
         """
         pace, samples = self._attached("batches"), samples_in(dataset)
         leased = isinstance(pace, Leased)
@@ -200,13 +229,12 @@ class Worker:
             self._accumulate,
             leased=leased,
         )
-        return pace.batches(
-            pass_,
-            Loader(
-                dataset, pass_, num_workers=num_workers, pin_memory=pin_memory, prefetch_factor=prefetch_factor,
-                collate_fn=collate_fn, in_child=self._seat.in_loader,
-            ),
+        to = torch.device(device) if device is not None else None
+        loader = Loader(
+            dataset, pass_, num_workers=num_workers, pin_memory=pin_memory or (to is not None and to.type == "cuda"),
+            prefetch_factor=prefetch_factor, collate_fn=collate_fn, in_child=self._seat.in_loader,
         )  # fmt: skip
+        return pace.batches(pass_, loader if to is None else Prefetch(loader, to, ahead=not leased))
 
     def evaluate(
         self,
@@ -292,7 +320,8 @@ class Worker:
         def learn(attempt: Attempt, batch: Batch) -> None:
             if loss is not None:
                 _check_loss(loss)
-                attempt.learn(self._sync, self._policy, loss, metrics, len(batch))
+                last = batch.fetched.micro + 1 == batch.fetched.micros
+                attempt.learn(self._sync, self._policy, loss, metrics, len(batch), last=last)
 
         return self._attached("step").contribute(learn)
 
@@ -354,6 +383,8 @@ class Worker:
         if self._saver is not None:
             self._saver.finish()
         self._seat.close()
+        if self._pace is not None:
+            self._sync.close()
 
 
 def _count(metrics: Mapping[str, float | torch.Tensor], attempt: Attempt, batch: Batch) -> None:
@@ -373,3 +404,22 @@ def _check_loss(loss: object) -> None:
         raise errors.SettingsContradict(
             "the loss depends on no parameter that is trained: was it detached, or all frozen?"
         )
+
+
+def _sync_for(model: nn.Module) -> Sync:
+    on_gpu = any(parameter.device.type == "cuda" for parameter in model.parameters())
+    return Replicated() if on_gpu else AllReduce()
+
+
+def _check_device(sync: Sync, model: nn.Module) -> None:
+    if not isinstance(sync, Replicated) and any(isinstance(module, SyncBatchNorm) for module in model.modules()):
+        raise errors.SettingsContradict(
+            f"SyncBatchNorm with {type(sync).__name__}: only shoal.Replicated() sums inside of a forward pass; give it "
+            "as sync, or use BatchNorm"
+        )
+    for name, parameter in model.named_parameters():
+        if isinstance(sync, AllReduce) and parameter.device.type == "cuda":
+            raise errors.ModelUnusable(
+                f"parameter {name} is on {parameter.device}, and AllReduce keeps the model in the host's memory: "
+                "attach without a sync, or with shoal.Replicated()"
+            )

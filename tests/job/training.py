@@ -38,6 +38,7 @@ class Case:
     scheduler: bool = False
     loss: str = "mean"
     stream: bool = False  # the data can only be iterated over
+    replicated: str = ""  # the device of a replica for each worker; none: the host's model
     gate: str = ""  # the path of a `Gate` before each step
 
     def args(self) -> list[str]:
@@ -155,11 +156,14 @@ def main(worker: shoal.Worker) -> None:
     case = Case(**json.loads(sys.argv[1]))
     out = Path(case.out)
     net = model(case)
+    if case.replicated:
+        net = shoal.SyncBatchNorm.convert(net).to(worker.device)  # as one process has it, where it has any
     stepped = optimizer(case, net)
     losses: dict[int, float] = {}
     worker.attach(
         net,
         stepped,
+        shoal.Replicated() if case.replicated else None,
         loss=case.loss,
         clip_norm=case.clip_norm,
         accumulate=case.accumulate,
@@ -173,12 +177,19 @@ def main(worker: shoal.Worker) -> None:
         tensors = Slow(data(case))
     gate = Gate(Path(case.gate))
     for batch in worker.batches(
-        tensors, global_batch=case.global_batch, epochs=case.epochs, num_workers=case.loader_workers
+        tensors,
+        global_batch=case.global_batch,
+        epochs=case.epochs,
+        num_workers=case.loader_workers,
+        device=worker.device if case.replicated else None,
     ):
         if case.gate:
             gate.hold(worker)
         worker.step(loss_of(case, net(batch.x), batch.y))
-    torch.save({"state": net.state_dict(), "losses": losses}, out / f"{worker.id}.pt")
+    if case.replicated and worker.rank < 0:
+        return  # it came after the last step, and has not seen the state that is on the others' devices
+    state = {name: value.cpu() for name, value in net.state_dict().items()}
+    torch.save({"state": state, "losses": losses}, out / f"{worker.id}.pt")
 
 
 def results(case: Case) -> dict[str, Any]:

@@ -133,14 +133,13 @@ class ThreadWorker:
         lo, hi = split(batch, self.group.rank, self.group.size)
         attempt = Attempt(0, batch, lo, hi, 0.0)
         self.sync.begin()
-        micros = micro(lo, hi, accumulate)
-        for at, (start, end) in enumerate(micros, start=1):
-            self.sync.last = at == len(micros)
+        for index, (start, end) in enumerate(micro(lo, hi, accumulate)):
             mine = torch.tensor(ids[start:end])
             attempt.ids.append(np.array(ids[start:end], dtype=np.int64))
             if len(mine) and (value := loss(self.model, mine)) is not None:
                 metrics = {name: measure(mine) for name, measure in self.metrics.items()}
-                attempt.learn(self.sync, self.policy, value, metrics, len(mine))
+                last = index + 1 == accumulate
+                attempt.learn(self.sync, self.policy, value, metrics, len(mine), last=last)
         cursor = self.record.cursor
         pass_ = Pass(0, 10**6, 10**6, 0, True, False, len(ids), None, accumulate)
         report, _ = self.stepper.train(self.group, self.record, cursor, pass_, attempt)
