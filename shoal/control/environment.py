@@ -22,7 +22,6 @@ class WorkerEnvironment:
     dir: str = ""  # the run directory
     budget_s: float = DEFAULT_BUDGET_S
     channel_fd: int = -1  # the socket to the launcher
-    address: str = ""  # of this host, to listen at for workers of other hosts; empty: the job has one host
     threads: int = 0  # of torch; 0 for the worker's share of the cores
     pin: bool = True  # to cores of its own
     device: str = "auto"  # what `Worker.device` is: cpu, cuda, or whichever there is
@@ -32,6 +31,7 @@ class WorkerEnvironment:
     checkpoint_keep: int = DEFAULT_KEEP
     resume: str = ""  # path of the checkpoint that the job goes on from
     init_from: str = ""  # path of weights that the job begins with
+    address: str = ""  # of this host, to listen at for workers of other hosts; empty: the job has one host
 
     def to_env(self) -> dict[str, str]:
         values = {field.name: getattr(self, field.name) for field in fields(self)}

@@ -344,12 +344,13 @@ TEXTS = {
     "gone": NAMES,
     "waiting_for": NAMES,
     "host": st.just("elsewhere"),
+    "address": st.just("127.0.0.1:1"),
     "version": st.just(protocol.VERSION),
     "kind": st.sampled_from(["checkpointed", "DataUnusable", "ValueError"]),
     "report_json": st.just("{}"),
     "fields_json": st.just("{}"),
 }
-TYPES = {1: "double", 4: "uint64", 8: "bool", 9: "string", 13: "uint32", 17: "sint32"}
+TYPES = {1: "double", 4: "uint64", 8: "bool", 9: "string", 12: "bytes", 13: "uint32", 17: "sint32"}
 MOST = {"uint64": HUGE, "uint32": (1 << 32) - 1, "sint32": (1 << 31) - 1}
 WILD = st.integers(0, 15).map(lambda number: number == 0)
 
@@ -359,6 +360,8 @@ def value_of(draw: Callable[[Any], Any], name: str, kind: str) -> Any:
     wild = draw(WILD)
     if kind == "bool":
         return draw(st.booleans())
+    if kind == "bytes":
+        return draw(st.binary(max_size=9))
     if kind == "string":
         return draw(WILD_TEXTS if wild else TEXTS.get(name, st.just("x1")))
     if kind == "double":
@@ -374,7 +377,8 @@ def fill(draw: Callable[[Any], Any], message: Any) -> None:
             continue
         at, times = getattr(message, field.name), draw(st.integers(1, 3)) if field.is_repeated else 1
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
-            at.update({draw(WILD_TEXTS if draw(WILD) else NAMES): value_of(draw, "", "double") for _ in range(times)})
+            of = TYPES[field.message_type.fields_by_name["value"].type]
+            at.update({draw(WILD_TEXTS if draw(WILD) else NAMES): value_of(draw, "", of) for _ in range(times)})
         elif field.message_type is not None:
             for _ in range(times):
                 fill(draw, at.add() if field.is_repeated else at)
