@@ -41,6 +41,10 @@ class Setup:
     threads: int
     keep_freed_memory: bool
     meeting_dir: str
+    host: str = "here"  # workers of one name share memory
+    address: str = ""  # of the host, where there are several
+    interface: str = "lo"  # that gloo talks over
+    wire: str = "full"  # see `AllReduce`
 
 
 Step: TypeAlias = Callable[[], None]

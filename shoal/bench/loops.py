@@ -97,7 +97,7 @@ def ddp(setup: Setup) -> Step:
 
 def join_gloo(setup: Setup) -> None:
     """Meet the group over a file and talk over loopback; left again when the process ends."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", setup.interface)
     meeting = f"file://{setup.meeting_dir}/gloo"
     dist.init_process_group("gloo", init_method=meeting, rank=setup.rank, world_size=setup.n_workers)
     atexit.register(dist.destroy_process_group)

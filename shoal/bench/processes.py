@@ -7,8 +7,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -37,6 +37,16 @@ def placement(available: Collection[int], n_workers: int, cores_per_worker: int)
 
 
 @dataclass(frozen=True)
+class Place:
+    """A host that is a part of this machine: what is put before a command to run it there, and how others reach it."""
+
+    host: str
+    address: str
+    interface: str
+    command: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class _Worker:
     process: subprocess.Popen[bytes]
     connection: Connection[Any, Any]
@@ -56,12 +66,15 @@ class ProcessGroup:
         *,
         keep_freed_memory: bool = False,
         share_cores: bool = False,
+        places: Sequence[Place] = (),
+        wire: str = "full",
         timeout_s: float = 600.0,
     ) -> None:
+        """`places`: of each worker, where they are on several hosts."""
         self.body = body
         self._work = work
         self._keep_freed_memory = keep_freed_memory
-        self._share_cores = share_cores
+        self._share_cores, self._places, self._wire = share_cores, places, wire
         self._timeout_s = timeout_s
         self._workers: list[_Worker] = []
         self._directory: tempfile.TemporaryDirectory[str] | None = None
@@ -88,7 +101,11 @@ class ProcessGroup:
                 threads=cores_per_worker,
                 keep_freed_memory=self._keep_freed_memory,
                 meeting_dir=self._directory.name,
+                wire=self._wire,
             )
+            if self._places:
+                place = self._places[rank]
+                setup = replace(setup, host=place.host, address=place.address, interface=place.interface)
             self._workers[rank].connection.send((setup, cores[rank]))
         self._answers("come up")
 
@@ -127,8 +144,9 @@ class ProcessGroup:
             "OMP_NUM_THREADS": str(threads),
         }
         with errors.open("wb") as sink, theirs:
+            before = self._places[rank].command if self._places else ()
             process = subprocess.Popen(
-                [sys.executable, "-m", "shoal.bench.worker", str(theirs.fileno())],
+                [*before, sys.executable, "-m", "shoal.bench.worker", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 env=environment,
                 stdin=subprocess.DEVNULL,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -15,9 +14,11 @@ import torch
 from shoal.bench.bodies import Setup, Step, Training
 from shoal.bench.loops import material, optimizer, samples
 from shoal.bench.meeting import MeetingMemory
+from shoal.control.environment import WorkerEnvironment
 from shoal.control.rundir import RunDir
 from shoal.control.timeouts import Timeouts
 from shoal.errors import CoordinatorLost, SettingsContradict
+from shoal.sync.allreduce import AllReduce
 from shoal.train.worker import Worker
 
 _WAIT_S = 60.0
@@ -32,7 +33,8 @@ def shoal(setup: Setup) -> Step:
     torch.set_num_threads(setup.threads)
     made = material(setup.work, setup.rank)
     worker = join(setup)
-    worker.attach(made.model, optimizer(setup.work.optimizer, made.model.parameters()))
+    sync = AllReduce(wire=setup.wire)  # type: ignore[arg-type]
+    worker.attach(made.model, optimizer(setup.work.optimizer, made.model.parameters()), sync)
     batches = worker.batches(samples(setup, setup.work), batch_size=setup.work.batch, epochs=_EPOCHS)
 
     def step() -> None:
@@ -51,6 +53,7 @@ def join(setup: Setup) -> Worker:
         count = str(setup.n_workers)
         command = [sys.executable, "-m", "shoal.control.coordinator", "--dir", str(run)]
         sizes = ["--min", count, "--max", count, "--target", count]
+        sizes += ["--address", setup.address] if setup.address else []
         coordinator = subprocess.Popen([*command, *sizes, "--budget", str(_BUDGET_S)])
         os.sched_setaffinity(coordinator.pid, range(os.cpu_count() or 1))  # as a launcher starts it: on any core
         atexit.register(coordinator.kill)
@@ -59,5 +62,9 @@ def join(setup: Setup) -> Worker:
         if time.monotonic() > deadline_s:
             raise CoordinatorLost(f"the coordinator did not start within {_WAIT_S:g} s; it says why on standard error")
         time.sleep(0.01)
-    memory = MeetingMemory(meeting)
-    return Worker(f"w{setup.rank}", socket.gethostname(), RunDir.open(run), memory, Timeouts(_BUDGET_S), None)
+    home = meeting / setup.host
+    home.mkdir(exist_ok=True)
+    environment = WorkerEnvironment(address=setup.address, checkpoint_every="off")
+    return Worker(
+        f"w{setup.rank}", setup.host, RunDir.open(run), MeetingMemory(home), Timeouts(_BUDGET_S), None, environment
+    )

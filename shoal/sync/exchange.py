@@ -108,7 +108,7 @@ class Exchange:
         self.advance()
 
     def advance(self) -> None:
-        """Give what all workers of this host have written, and add what has come from others."""
+        """Give what all workers of this host have written."""
         words, step = self._words, tag(self._group.generation.number, self._seq)
         there = -1
         for slot in self._group.near:
@@ -119,7 +119,6 @@ class Exchange:
             _add(self._values[chunk], [lane.flat[piece.segment][piece.lo : piece.hi] for lane in self._lanes])
             self._sums.give(chunk)
             del self._left[chunk]
-        self._sums.poll()
 
     # Around the ready words.
 

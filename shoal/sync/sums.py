@@ -8,13 +8,15 @@ that steps it.
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
 
 from shoal.sync.hosts import PART, SUM, Far, frame_tag
+
+_SERIAL = 32_000  # elements
 
 
 @dataclass(frozen=True)
@@ -53,16 +55,20 @@ class Table:
         return self._hosts[slot]
 
 
-@dataclass
-class _Owned:
-    """A chunk that this host adds."""
+class _Step:
+    """What there is of one step. The wire's thread alone writes it, once it has begun."""
 
-    values: torch.Tensor
-    parts: dict[int, torch.Tensor] = field(default_factory=dict)  # by host
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.values: dict[int, torch.Tensor] = {}
+        self.parts: dict[int, dict[int, torch.Tensor]] = {}  # of the chunks that this host adds, by host
+        # Chunks whose sums are there. None: look whether the wait is over.
+        self.summed: queue.SimpleQueue[int | None] = queue.SimpleQueue()
 
 
 class Sums:
-    """One worker's part of the sums of a generation, one step after the other.
+    """One worker's part of the sums of a generation, one step after the other. Parts are added as they come, on the
+    wire's thread: whoever waits for a sum does not wait for what this worker computes meanwhile.
 
     `narrow`: the dtype that floats are sent in, if that is a narrower one. What is lost by it is added to what is sent
     next (error feedback), by who gives a part and by who gives the sum.
@@ -75,88 +81,78 @@ class Sums:
         self._scratch: dict[tuple[int, int], torch.Tensor] = {}  # what comes from a host for a chunk
         self._packed: dict[tuple[int, int], torch.Tensor] = {}  # what is sent, by chunk and kind, where it is narrowed
         self._lost: dict[tuple[int, int], torch.Tensor] = {}  # likewise, what narrowing has taken away so far
-        # What has come of the step: chunk, host, and the host's part or the sum.
-        self._arrived: queue.SimpleQueue[tuple[int, int, torch.Tensor] | None] = queue.SimpleQueue()
-        self._owned: dict[int, _Owned] = {}
-        self._awaited: dict[int, torch.Tensor] = {}
-        self._step = 0
+        self._step = _Step(0)
+        self._left: set[int] = set()  # chunks whose sums were not taken
 
     def begin(self, step: int, values: Mapping[int, torch.Tensor]) -> None:
         """Expect the step's chunks of this worker. `values` is where this host's parts will lie when they are given,
         and where the sums are once they are taken."""
-        assert not self._owned, "the step before has not been taken to its end"
-        assert not self._awaited, "the step before has not been taken to its end"
-        self._step = step
+        assert not self._left, "the step before has not been taken to its end"
+        self._step = it = _Step(step)
+        self._left = set(values)
+        it.values.update(values)
         for chunk, part in values.items():
             if self._table.owner(chunk) == self._host:
-                self._owned[chunk] = _Owned(part)
+                it.parts[chunk] = {}
                 for host in self._others:
-                    self._expect(chunk, host, PART, self._scratch_for(chunk, host, part))
+                    into = self._scratch_for(chunk, host, part)
+                    self._expect(it, chunk, host, PART, into, partial(self._add, it, chunk, host, into))
             else:
-                self._awaited[chunk] = part
                 # No place of its own is needed: the sum is sent only when this host's part has arrived.
                 into = part if self._wide(part) else self._scratch_for(chunk, self._host, part)
-                self._expect(chunk, self._table.owner(chunk), SUM, into)
+                self._expect(it, chunk, self._table.owner(chunk), SUM, into, partial(self._keep, it, chunk, into))
 
     def give(self, chunk: int) -> None:
         """This host's part of a chunk is there."""
-        if chunk in self._owned:
-            self._arrived.put((chunk, self._host, self._owned[chunk].values))
-        else:
-            part = self._awaited[chunk]
-            self._post(
-                chunk, self._table.owner(chunk), PART, part if self._wide(part) else self._pack(chunk, PART, part)
-            )
+        self._far.wire.ask(partial(self._give, self._step, chunk))
 
     def take(self) -> Iterator[int]:
-        """The chunks whose sums are there, as they come, until all are. Changed, when the generation is over. Which of
-        them `poll` has seen is not told."""
-        while self._owned or self._awaited:
-            chunk = next(iter(self._awaited or self._owned))
-            waited = self._table.owner(chunk) if chunk in self._awaited else self._missing(chunk)
-            arrived = self._far.wait(self._table.slot(chunk, waited), self._arrived)
-            if self._handle(*arrived):
-                yield arrived[0]
-
-    def poll(self) -> None:
-        """Add what has come, and wait for nothing."""
-        while not self._arrived.empty():
-            if (arrived := self._arrived.get()) is not None:
-                self._handle(*arrived)
-
-    def _handle(self, chunk: int, host: int, part: torch.Tensor) -> bool:
-        """Whether the chunk's sum is there now."""
-        if (awaited := self._awaited.pop(chunk, None)) is not None:
-            if part is not awaited:
-                awaited.copy_(part)
-            return True
-        owned = self._owned[chunk]
-        owned.parts[host] = part
-        if len(owned.parts) < len(self._table.hosts):
-            return False
-        self._add(chunk, owned)
-        del self._owned[chunk]
-        return True
+        """The chunks whose sums are there, as they come, until all are. Changed, when the generation is over."""
+        while self._left:
+            chunk = next(iter(self._left))
+            owner = self._table.owner(chunk)
+            host = owner if owner != self._host else self._others[0]
+            chunk = self._far.wait(self._table.slot(chunk, host), self._step.summed)
+            self._left.discard(chunk)
+            yield chunk
 
     def abandon(self) -> None:
         """Of the step nothing was given, by anybody: it does not come."""
-        self._owned, self._awaited = {}, {}
-        self._far.wire.forget(self._far.number, frame_tag(self._step, PART, 0), frame_tag(self._step, SUM, -1))
+        self._left = set()
+        number = self._step.number
+        self._far.wire.forget(self._far.number, frame_tag(number, PART, 0), frame_tag(number, SUM, -1))
 
-    def _missing(self, chunk: int) -> int:
-        there = self._owned[chunk].parts
-        return next((host for host in self._others if host not in there), self._others[0])
+    # On the wire's thread.
 
-    def _add(self, chunk: int, owned: _Owned) -> None:
-        total = owned.values
-        for host in self._others:
-            total.add_(owned.parts[host])
+    def _give(self, step: _Step, chunk: int) -> None:
+        part = step.values[chunk]
+        if chunk in step.parts:
+            self._add(step, chunk, self._host, part)
+        else:
+            sent = part if self._wide(part) else self._pack(chunk, PART, part)
+            self._post(step, chunk, self._table.owner(chunk), PART, sent)
+
+    def _keep(self, step: _Step, chunk: int, total: torch.Tensor) -> None:
+        values = step.values[chunk]
+        if total is not values:
+            values.copy_(total)
+        step.summed.put(chunk)
+
+    def _add(self, step: _Step, chunk: int, host: int, part: torch.Tensor) -> None:
+        parts = step.parts[chunk]
+        parts[host] = part
+        if len(parts) < len(self._table.hosts):
+            return
+        total = step.values[chunk]
+        for other in self._others:
+            _add_serially(total, parts[other])
         sent = total
         if not self._wide(total):
             sent = self._pack(chunk, SUM, total)
             total.copy_(sent)  # as the others will have it
-        for host in self._others:
-            self._post(chunk, host, SUM, sent)
+        for other in self._others:
+            self._post(step, chunk, other, SUM, sent)
+        step.summed.put(chunk)
 
     def _wide(self, part: torch.Tensor) -> bool:
         """Whether it is sent as it is."""
@@ -170,9 +166,11 @@ class Sums:
             self._packed[key] = torch.empty_like(part, dtype=self._narrow)
             self._lost[key] = torch.zeros_like(part)
         lost, packed = self._lost[key], self._packed[key]
-        lost.add_(part)
-        packed.copy_(lost)
-        lost.sub_(packed)
+        for lo in range(0, part.numel(), _SERIAL):
+            here, there = lost[lo : lo + _SERIAL], packed[lo : lo + _SERIAL]
+            here.add_(part[lo : lo + _SERIAL])
+            there.copy_(here)
+            here.sub_(there)
         return packed
 
     def _scratch_for(self, chunk: int, host: int, like: torch.Tensor) -> torch.Tensor:
@@ -181,16 +179,21 @@ class Sums:
             self._scratch[chunk, host] = torch.empty_like(like, dtype=dtype)
         return self._scratch[chunk, host]
 
-    def _expect(self, chunk: int, host: int, kind: int, into: torch.Tensor) -> None:
-        slot = self._table.slot(chunk, host)
-        arrives = partial(self._arrived.put, (chunk, host, into))
-        self._far.wire.expect(self._far.number, slot, self._tag(chunk, kind), bytes_of(into), arrives)
+    def _expect(
+        self, step: _Step, chunk: int, host: int, kind: int, into: torch.Tensor, then: Callable[[], None]
+    ) -> None:
+        slot, tag = self._table.slot(chunk, host), frame_tag(step.number, kind, chunk)
+        self._far.wire.expect(self._far.number, slot, tag, bytes_of(into), then)
 
-    def _post(self, chunk: int, host: int, kind: int, data: torch.Tensor) -> None:
-        self._far.wire.post(self._far.number, self._table.slot(chunk, host), self._tag(chunk, kind), bytes_of(data))
+    def _post(self, step: _Step, chunk: int, host: int, kind: int, data: torch.Tensor) -> None:
+        slot, tag = self._table.slot(chunk, host), frame_tag(step.number, kind, chunk)
+        self._far.wire.post(self._far.number, slot, tag, bytes_of(data))
 
-    def _tag(self, chunk: int, kind: int) -> int:
-        return frame_tag(self._step, kind, chunk)
+
+def _add_serially(total: torch.Tensor, part: torch.Tensor) -> None:
+    """A piece at a time, of a size that torch does not divide between threads: those are the training's."""
+    for lo in range(0, total.numel(), _SERIAL):
+        total[lo : lo + _SERIAL].add_(part[lo : lo + _SERIAL])
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -127,7 +127,7 @@ class Wire:
             self._enter(generation, key, dict(others))
             entered.set()
 
-        self._ask(enter)
+        self.ask(enter)
         while not entered.wait(0.1) and self._thread.is_alive():
             pass  # if the thread has ended, it has told why
 
@@ -138,26 +138,26 @@ class Wire:
     def post(self, generation: int, slot: int, tag: int, data: memoryview) -> None:
         """Send a frame, after those posted before. Only once `connected`; what is posted to a connection that is not
         there, or not any more, goes nowhere. `data` must not change until the other has it."""
-        self._ask(partial(self._post, generation, slot, tag, data.cast("B")))
+        self.ask(partial(self._post, generation, slot, tag, data.cast("B")))
 
     def expect(self, generation: int, slot: int, tag: int, into: memoryview, then: Callable[[], None]) -> None:
         """The slot's frame with this tag fills `into`; `then` is called on the wire's thread."""
         whole = into.cast("B")
-        self._ask(partial(self._expect, generation, slot, tag, _Expected(whole, whole.nbytes, lambda _: then())))
+        self.ask(partial(self._expect, generation, slot, tag, _Expected(whole, whole.nbytes, lambda _: then())))
 
     def expect_up_to(
         self, generation: int, slot: int, tag: int, most_bytes: int, then: Callable[[memoryview], None]
     ) -> None:
         """As `expect`, of a frame whose size is not known: `then` gets it."""
-        self._ask(partial(self._expect, generation, slot, tag, _Expected(None, most_bytes, then)))
+        self.ask(partial(self._expect, generation, slot, tag, _Expected(None, most_bytes, then)))
 
     def forget(self, generation: int, first: int, last: int) -> None:
         """Frames with tags from `first` to `last`, of which none has been sent, are not expected any more."""
-        self._ask(partial(self._forget, generation, first, last))
+        self.ask(partial(self._forget, generation, first, last))
 
     def close(self) -> None:
         """End every connection; what is asked of the wire from here on is ignored."""
-        self._ask(self._shut)
+        self.ask(self._shut)
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -169,7 +169,8 @@ class Wire:
         self._epoll.close()
         self._bell_write = -1
 
-    def _ask(self, request: Callable[[], None]) -> None:
+    def ask(self, request: Callable[[], None]) -> None:
+        """Have something done on the wire's thread, after what was asked before."""
         self._asked.append(request)
         with self._bell_lock:  # so that it does not write into whatever has the descriptor after `close`
             if self._bell_write < 0:
