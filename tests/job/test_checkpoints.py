@@ -109,6 +109,7 @@ def test_a_stopped_job_loses_no_step_and_a_checkpoint_can_be_asked_for(tmp_path:
     assert result.audit.redone == 0, "steps that were committed before the stop were done again"
 
 
+@pytest.mark.slow
 def test_a_script_that_ran_alone_goes_on_with_two_workers(tmp_path: Path) -> None:
     gate = Gate(tmp_path / "gate")
     case = Case(out=str(tmp_path / "out"), epochs=80, gate=str(gate.path))
@@ -144,6 +145,7 @@ def test_a_disk_that_refuses_does_not_stop_the_training(tmp_path: Path) -> None:
     assert result.of("checkpoint_failed")
 
 
+@pytest.mark.slow
 def test_a_job_that_went_on_behind_its_last_step_still_has_a_rank_0(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     running = LocalJob(
@@ -160,6 +162,7 @@ def test_a_job_that_went_on_behind_its_last_step_still_has_a_rank_0(tmp_path: Pa
     assert "generation 0 → 1" not in again.output, "what happened before was told again"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loader_workers", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_stream_goes_on_where_the_checkpoint_was(tmp_path: Path, loader_workers: int) -> None:
     gate = Gate(tmp_path / "gate")

@@ -170,6 +170,7 @@ def test_killed_while_the_job_stops_it_still_stops_and_says_why(tmp_path: Path, 
     assert len(result.of("left")) == 2
 
 
+@pytest.mark.slow
 def test_killed_when_the_first_worker_has_finished_every_report_is_there_once(tmp_path: Path) -> None:
     case = Case(str(tmp_path / "out"))
     Path(case.out).mkdir()

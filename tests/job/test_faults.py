@@ -120,6 +120,7 @@ def test_workers_join_and_leave_at_step_boundaries_and_no_step_is_redone(tmp_pat
     assert len(result.digests) >= 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("workers", "loaders"), [(2, 2), (3, 0)])
 def test_a_seeded_sweep_of_random_kills(tmp_path: Path, workers: int, loaders: int) -> None:
     case = Case(str(tmp_path / "out"), epochs=30, loader_workers=loaders)
@@ -143,7 +144,8 @@ def test_forty_random_kills_a_job(tmp_path: Path, workers: int, loaders: int, op
     assert {fault["worker_id"] for fault in result.faults} == {event["worker_id"] for event in result.of("lost")}
 
 
-@pytest.mark.parametrize("loader_workers", [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("loader_workers", [0, 2])
 def test_a_stream_is_used_once_while_workers_come_and_die(tmp_path: Path, loader_workers: int) -> None:
     case = Case(str(tmp_path / "out"), epochs=40, stream=True, loader_workers=loader_workers, accumulate=2)
     plan = FaultPlan().kill("w1", step=9, during="backward").join(at_step=17).kill("w0", step=63, during="before_done")

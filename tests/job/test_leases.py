@@ -60,6 +60,7 @@ def said(tmp_path: Path, worker_id: str) -> dict[str, list[int]]:
     return answer
 
 
+@pytest.mark.slow
 def test_a_slow_worker_keeps_nobody_waiting_and_the_others_use_more_samples(tmp_path: Path) -> None:
     job = leased(tmp_path, "w2=0.5", "else=0.01", epochs=12)
     job.start()
@@ -82,6 +83,7 @@ def test_a_slow_worker_keeps_nobody_waiting_and_the_others_use_more_samples(tmp_
     assert sum(told) == 1
 
 
+@pytest.mark.slow
 def test_workers_are_killed_at_seeded_points_and_others_come(tmp_path: Path) -> None:
     plan = FaultPlan().chaos(seed=5, rate=0.01, limit=8).join(at_step=5)
     job = leased(tmp_path, "else=0.005", epochs=20, plan=plan)

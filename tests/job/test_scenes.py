@@ -180,6 +180,7 @@ def test_newcomers_follow_members_that_have_left_a_pass_early(tmp_path: Path) ->
     assert len(result.digests) == 6
 
 
+@pytest.mark.slow
 def test_an_edit_in_a_callback_may_meet_a_change_of_workers(tmp_path: Path) -> None:
     plan = FaultPlan().join(at_step=20).kill("w1", step=60, during="ready").join(at_step=100).join(at_step=140)
     result = job(tmp_path, "edits_in_callback", plan=plan, workers="2:5").run()

@@ -141,6 +141,7 @@ def test_a_job_of_one_process_writes_down_where_it_was(tmp_path: Path) -> None:
     assert (committed.seq, committed.step, committed.epoch, committed.samples) == (26, 25, 4, 300)
 
 
+@pytest.mark.slow
 def test_a_worker_that_was_asked_to_leave_and_dies_instead_is_not_replaced(tmp_path: Path) -> None:
     # w1 hears SIGTERM in the middle of a step, stays there, and is killed once the job knows that it leaves.
     plan = FaultPlan().leave("w1", step=5, during="lane").slow("w1", step=5, during="ready", seconds=600.0)
@@ -156,6 +157,7 @@ def test_a_worker_that_was_asked_to_leave_and_dies_instead_is_not_replaced(tmp_p
     assert [event["worker_id"] for event in result.of("joined")] == ["w0", "w1"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("main", "options", "why"),
     [

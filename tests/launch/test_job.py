@@ -349,6 +349,7 @@ def test_coordinators_that_cannot_serve_end_the_job_with_the_last_line_of_their_
         until(lambda: ended(family))
 
 
+@pytest.mark.slow
 def test_scaling_down_and_up_again_starts_as_many_as_are_missing(tmp_path):
     script = """
         import signal, sys
