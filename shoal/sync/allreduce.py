@@ -79,6 +79,7 @@ class AllReduce(Sync):
         small = [index for index, parameter in enumerate(self._parameters) if parameter.numel() < LARGE]
         self._looking = set(small[::_LOOK_EVERY])
         self._hooked: set[int] = set()
+        self._split: set[int] = set()  # tensors whose gradients are made row by row, where that is wanted
         self._late: set[int] = set()  # tensors whose gradients grew after they seemed to be made
         self._tuning, self._stepped_s = Tuning(), 0.0
         self._set_hooks(it for it, one in enumerate(self._parameters) if it in self._looking or one.numel() >= LARGE)
@@ -99,6 +100,8 @@ class AllReduce(Sync):
         def hook(_: torch.Tensor) -> None:
             if self._open:  # if not, it is a backward of the user's own, whose gradients are the user's
                 self._look()
+                if self._parameters[index].grad is None:
+                    return  # it was written straight to the lane
                 if self._parameters[index].numel() >= LARGE:
                     self._to_lane([index])
                 self._made(index)
@@ -107,9 +110,18 @@ class AllReduce(Sync):
 
     def _made(self, index: int) -> None:
         """The gradient of this tensor is made, as far as one can tell before backward has ended."""
-        if self._exchange is not None and self._last and (bucket := self._exchange.made(index)):
-            self._to_lane(bucket)
-            self._exchange.announce(index)
+        exchange = self._exchange
+        if exchange is not None and self._last and (buckets := exchange.made(index)):
+            self._to_lane(exchange.tensors(buckets))
+            exchange.announce(buckets)
+
+    def _rows(self, index: int) -> tuple[int, ...]:
+        exchange = self._exchange
+        return () if exchange is None or not self._last else exchange.rows(index)
+
+    def _made_rows(self, index: int, block: int) -> None:
+        assert self._exchange is not None
+        self._exchange.made_rows(index, block)
 
     def _look(self) -> None:
         """Changed ends the backward early, when its result is not wanted any more."""
@@ -153,7 +165,11 @@ class AllReduce(Sync):
             self._look()
             return self._mark(index)
 
-        return Target(self._parameters[index], self._lane.views[index], mark, partial(self._made, index))
+        self._split.add(index)
+        rows, made_rows = partial(self._rows, index), partial(self._made_rows, index)
+        return Target(
+            self._parameters[index], self._lane.views[index], mark, partial(self._made, index), rows, made_rows
+        )
 
     @property
     def model(self) -> str:
@@ -173,7 +189,8 @@ class AllReduce(Sync):
             layout, near = self._arena.layout, group.near
             lanes = [self._arena.lane(slot) for slot in near]
             several = len(group.places.members) > 1
-            self._exchange = Exchange(layout, group, _WIRE[self._wire], lanes) if several else None
+            narrow = _WIRE[self._wire]
+            self._exchange = Exchange(layout, group, narrow, lanes, self._split) if several else None
             self._stepped_s = 0.0
             if several:
                 self._set_hooks(range(len(self._parameters)))

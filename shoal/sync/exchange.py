@@ -30,8 +30,17 @@ class Exchange:
     """In one generation. A step begins, its gradients are given bucket by bucket while backward makes them, as far as
     all workers of this host have them, and the rest when everybody is ready."""
 
-    def __init__(self, layout: Layout, group: Group, narrow: torch.dtype | None, lanes: Sequence[Lane]) -> None:
-        """`narrow`: see `Sums`. `lanes`: of this host's members."""
+    def __init__(
+        self,
+        layout: Layout,
+        group: Group,
+        narrow: torch.dtype | None,
+        lanes: Sequence[Lane],
+        split: Collection[int] = (),
+    ) -> None:
+        """`narrow`: see `Sums`. `lanes`: of this host's members. `split`: tensors whose gradients are made row by
+        row."""
+        self._split = split
         assert group.far is not None
         self._layout, self._group, self._lanes = layout, group, lanes
         self._words, self._far, self._tensors = group.words, group.far, layout.tensors
@@ -78,7 +87,7 @@ class Exchange:
         self._seq, step = seq, tag(self._group.generation.number, seq)
         self.choice = self._words.buckets(step)
         if self.choice not in self._cuts:
-            buckets = FarBuckets.cut(self._layout, CANDIDATES[self.choice])
+            buckets = FarBuckets.cut(self._layout, CANDIDATES[self.choice], self._split)
             bits = {chunk: buckets.bits(self._layout, piece) for chunk, piece in self._pieces.items()}
             order = sorted(bits, key=lambda chunk: (bits[chunk].bit_length(), -chunk))
             self._cuts[self.choice] = buckets, {chunk: bits[chunk] for chunk in order}
@@ -89,21 +98,38 @@ class Exchange:
         self._words.put(self._group.slot, w.WRITTEN_OF, step)
         self._sums.begin(seq, self._values)
 
-    def made(self, index: int) -> tuple[int, ...]:
-        """Backward has made the gradient of this tensor. The tensors of its bucket, if all of them are made now: call
-        `announce` when they lie in the lane."""
-        bucket = self._buckets.of[index]
-        if self._written >> bucket & 1:
+    def made(self, index: int) -> list[int]:
+        """Backward has made the gradient of this tensor. The buckets that are complete with it: call `announce` when
+        their `tensors` lie in the lane."""
+        buckets = self._buckets.of[index]
+        if any(self._written >> bucket & 1 for bucket in buckets):
             self.spoiled = index
-            return ()
+            return []
+        return [bucket for bucket in buckets if self._completes(bucket, index)]
+
+    def _completes(self, bucket: int, index: int) -> bool:
         missing = self._missing[bucket]
         if index not in missing:
-            return ()
+            return False
         missing.discard(index)
-        return () if missing else self._buckets.tensors[bucket]
+        return not missing
 
-    def announce(self, index: int) -> None:
-        self._written |= 1 << self._buckets.of[index]
+    def tensors(self, buckets: Sequence[int]) -> list[int]:
+        return [index for bucket in buckets for index in self._buckets.tensors[bucket]]
+
+    def rows(self, index: int) -> tuple[int, ...]:
+        """Where blocks of rows end that are to be made one after the other: `made_rows` tells of each. Nothing: it is
+        made as a whole."""
+        return self._buckets.rows.get(index, ())
+
+    def made_rows(self, index: int, block: int) -> None:
+        bucket = self._buckets.of[index][block]
+        if self._completes(bucket, index):
+            self.announce([bucket])
+
+    def announce(self, buckets: Sequence[int]) -> None:
+        for bucket in buckets:
+            self._written |= 1 << bucket
         self._words.put(self._group.slot, w.WRITTEN, self._written)
         self.advance()
 

@@ -13,30 +13,43 @@ from shoal.sync.layout import Layout, element_bytes
 from shoal.sync.ranges import Range
 
 MOST = 64  # that fit into a word, a bit for each
-CANDIDATES = (1, 8, 24, 64)
+CANDIDATES = (1, 8, 16, 32)
 _STEPS = 4  # with each candidate; the first of them is not counted
 
 
 @dataclass(frozen=True)
 class FarBuckets:
     tensors: tuple[tuple[int, ...], ...]  # of each bucket, in the order in which they are likely to be complete
-    of: tuple[int, ...]  # the bucket of each tensor
+    of: tuple[tuple[int, ...], ...]  # the bucket of each tensor; of one that is split those of its blocks of rows
+    rows: dict[int, tuple[int, ...]]  # of a tensor that is split: where its blocks end
 
     @classmethod
-    def cut(cls, layout: Layout, count: int) -> FarBuckets:
-        """About so many, of as many bytes each as tensors allow."""
-        sizes = [it.numel * element_bytes(segment.dtype) for segment in layout.segments for it in segment.tensors]
-        each = sum(sizes) / count
+    def cut(cls, layout: Layout, count: int, split: Collection[int] = ()) -> FarBuckets:
+        """About so many, of as many bytes each as tensors allow. `split`: tensors that are made row by row."""
+        plans = [(it, element_bytes(segment.dtype)) for segment in layout.segments for it in segment.tensors]
+        each = sum(it.numel * size_bytes for it, size_bytes in plans) / count
         found: list[list[int]] = []
+        rows: dict[int, tuple[int, ...]] = {}
         filled = each
-        for index in reversed(range(len(sizes))):
-            if filled >= each and len(found) < count:
+        for index in reversed(range(len(plans))):
+            tensor, size_bytes = plans[index][0], plans[index][0].numel * plans[index][1]
+            most = min(tensor.shape[0], MOST // 2 // len(split)) if index in split else 1
+            blocks = min(int(size_bytes // each), most)
+            if blocks > 1:
+                found += [[index] for _ in range(blocks)]
+                rows[index] = tuple(tensor.shape[0] * (at + 1) // blocks for at in range(blocks))
+                filled = each
+                continue
+            if filled >= each and len(found) < MOST:
                 found.append([])
                 filled = 0.0
             found[-1].append(index)
-            filled += sizes[index]
-        of = {index: bucket for bucket, tensors in enumerate(found) for index in tensors}
-        return cls(tuple(tuple(it) for it in found), tuple(of[index] for index in range(len(sizes))))
+            filled += size_bytes
+        of: dict[int, list[int]] = {}
+        for bucket, tensors in enumerate(found):
+            for index in tensors:
+                of.setdefault(index, []).append(bucket)
+        return cls(tuple(map(tuple, found)), tuple(tuple(of[index]) for index in range(len(plans))), rows)
 
     def missing(self, late: Collection[int]) -> list[set[int]]:
         """The tensors that each bucket waits for. One with a tensor that comes late is never complete early."""
@@ -46,12 +59,23 @@ class FarBuckets:
     def bits(self, layout: Layout, piece: Range) -> int:
         """Of the buckets that these elements belong to."""
         segment = layout.segments[piece.segment]
-        inside = [
-            segment.first + at
-            for at, it in enumerate(segment.tensors)
-            if it.offset < piece.hi and piece.lo < it.offset + it.numel
-        ]
-        return sum(1 << bucket for bucket in {self.of[index] for index in inside})
+        found: set[int] = set()
+        for at, it in enumerate(segment.tensors):
+            lo, hi = max(piece.lo, it.offset) - it.offset, min(piece.hi, it.offset + it.numel) - it.offset
+            if lo >= hi:
+                continue
+            buckets, ends = self.of[segment.first + at], self.rows.get(segment.first + at)
+            if ends is None:
+                found.update(buckets)
+                continue
+            row = it.numel // it.shape[0]
+            starts = (0, *ends[:-1])
+            found.update(
+                bucket
+                for bucket, start, end in zip(buckets, starts, ends, strict=True)
+                if start * row < hi and lo < end * row
+            )
+        return sum(1 << bucket for bucket in found)
 
 
 class Tuning:

@@ -21,20 +21,35 @@ class Target:
     """A place in the lane for one weight. It belongs to one model: copies and pickles of that model come without it."""
 
     def __init__(
-        self, parameter: torch.Tensor, view: torch.Tensor, mark: Callable[[], bool], made: Callable[[], None]
+        self,
+        parameter: torch.Tensor,
+        view: torch.Tensor,
+        mark: Callable[[], bool],
+        made: Callable[[], None],
+        rows: Callable[[], tuple[int, ...]],
+        made_rows: Callable[[int], None],
     ) -> None:
         """`mark()` says that the tensor gets a gradient; whether it had one already in this step. `made()` is called
-        when it has got it."""
+        when it has got it. If `rows()` gives ends of blocks, it is made block by block, and `made_rows` is called with
+        the number of each instead."""
         self.parameter = parameter
         self.view = view
         self.mark = mark
         self.made = made
+        self.rows, self.made_rows = rows, made_rows
         self.open = False  # only while the step's own backward runs; any other backward is the user's business
 
     def write(self, gradient: torch.Tensor, inputs: torch.Tensor) -> None:
         rows, columns = gradient.flatten(0, -2), inputs.flatten(0, -2)
         if self.mark():
             self.view.addmm_(rows.t(), columns)
+        elif ends := self.rows():
+            start = 0
+            for block, end in enumerate(ends):
+                torch.mm(rows.t()[start:end], columns, out=self.view[start:end])
+                self.made_rows(block)
+                start = end
+            return
         else:
             torch.mm(rows.t(), columns, out=self.view)
         self.made()
