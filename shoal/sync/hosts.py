@@ -64,9 +64,9 @@ class Places:
 
     @cached_property
     def leaders(self) -> dict[str, int]:
-        """By host, the slot of who leads it: of the hosts with members, or where there are none at all, with
-        leavers."""
-        of = self.generation.members or self.generation.leavers
+        """By host, the slot of who leads it, of the hosts with members. Where nobody is left, the first leaver alone is
+        to hear the others: nobody else may wait for one that was let go."""
+        of = self.generation.members or self.generation.leavers[:1]
         return {member.host: member.slot for member in reversed(of)}
 
     def connects(self, slot: int) -> dict[int, Address]:
