@@ -63,11 +63,13 @@ class Parking:
         self._worker_id, self._slot, self._patience_s = worker_id, slot, patience_s
         self._comes_back, self._relay = comes_back, relay
         self.incumbent = False  # this worker has had a state
+        self._meets = True  # it has met others in a generation, and not only taken note of one
 
     def enter(self, above: int, *, meet: bool = True) -> Group:
         """The group of the newest generation, which is above number `above`; waits while there is none, or too few
         members, and for the others to come there too, unless they need not `meet`. Leave, when this worker is to leave
         the job."""
+        self._meets = meet
         while True:
             generation = self._client.wait_newer(above, self._patience_s)
             if generation is None:
@@ -91,6 +93,8 @@ class Parking:
             if not meet:
                 acknowledge(self._words, self._slot, generation)
                 fault_point("park")
+                if generation.hosts > 1:
+                    self._client.entered(generation.number)  # nobody's words are waited for
                 return group
             try:
                 group.enter(incumbent=self.incumbent)
@@ -142,7 +146,7 @@ class Parking:
 
     def _park(self, generation: Generation) -> bool:
         """Acknowledge a generation that this worker takes no part in any more. False: it is over already."""
-        if generation.hosts < 2 or generation.paused:
+        if generation.hosts < 2 or generation.paused or not self._meets:
             acknowledge(self._words, self._slot, generation, self._relay)
             return True
         standing = Standing(self._words, self._notice, generation, self._worker_id, relay=self._relay)
