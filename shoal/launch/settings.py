@@ -53,7 +53,7 @@ def parse_size(text: str, cores: int, called: str = "-n") -> Size:
     if low < 1 or target < 1:
         raise errors.SettingsContradict(f"{called} {text} has no worker; a job needs 1 at least")
     if max(target, high) > MAX_SLOTS:
-        raise errors.SettingsContradict(f"{called} {text} is more than one host takes; {MAX_SLOTS} workers at most")
+        raise errors.SettingsContradict(f"{called} {text} is more than a job takes; {MAX_SLOTS} workers at most")
     return Size(low, high, target)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
 import pytest
 
 from shoal.metrics import POINTS
@@ -70,8 +71,6 @@ def test_a_whole_host_is_lost(tmp_path: Path) -> None:
     job = job_on(LAYOUTS["2 x 2"], case, tmp_path, FaultPlan())
     job.start()
     job.wait_until(lambda: bool(job.events("generation")) and job.status().get("step", 0) > 20)
-    import psutil
-
     launchers = [it for it in psutil.Process(job.process.pid).children() if "join" in " ".join(it.cmdline())]
     assert len(launchers) == 2
     launchers[1].kill()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from shoal.control.rundir import RunDir
@@ -192,6 +193,4 @@ def test_a_far_host_that_is_stopped_is_dropped(job: FarJob, who: str) -> None:
 
 
 def children(pid: int) -> list[int]:
-    import psutil
-
     return [child.pid for child in psutil.Process(pid).children(recursive=True)]

@@ -50,7 +50,7 @@ MISTAKES = {
     "run -n 8:2 train.py": "SettingsContradict: -n 8:2 asks for more at least than at most; write -n 2:8",
     "run -n x train.py": "SettingsContradict: -n x is not a number of workers",
     "run -n 1:2:3 train.py": "SettingsContradict: -n 1:2:3 is not a number of workers",
-    "run -n 1000 train.py": "SettingsContradict: -n 1000 is more than one host takes",
+    "run -n 1000 train.py": "SettingsContradict: -n 1000 is more than a job takes",
     "run --dir taken train.py": "RunDirUnusable:",
     "run --dir other train.py": "RunDirUnusable:",
     "run --dir train.py train.py": "RunDirUnusable:",
