@@ -26,6 +26,9 @@ POINTS = (
     "after_commit",  # the commit word is written, this worker has not moved on
 )
 
+# Of one that gets the state for its host while others train.
+FOLLOWER_POINTS = ("follow",)  # all of a commit is here, and the others wait to hear so
+
 # Of the coordinator, in the order a decision passes them. `returns` is passed once, by one that follows another.
 COORDINATOR_POINTS = (
     "returns",  # it has not looked at the journal yet, and does not serve

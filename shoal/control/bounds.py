@@ -88,7 +88,7 @@ def _few(items: Iterable[Any], what: str, most: int) -> None:
 
 def _generation(body: Any) -> None:
     _counts(body, "number", most=MAX_GENERATION)
-    listed = [*body.members, *body.leavers]
+    listed = [*body.members, *body.leavers, *body.followers]
     _few(listed, "workers in a generation", MAX_SLOTS)
     for member in listed:
         _worker_id(member.worker_id)
@@ -128,9 +128,8 @@ def _join(body: Any) -> None:
     _address(body.address)
     if body.HasField("newest"):
         _generation(body.newest)
-        its = [
-            member.slot for member in (*body.newest.members, *body.newest.leavers) if member.worker_id == body.worker_id
-        ]
+        listed = (*body.newest.members, *body.newest.leavers, *body.newest.followers)
+        its = [member.slot for member in listed if member.worker_id == body.worker_id]
         _need(bool(its), "the generation that it knows does not list it")
         _need(
             not body.HasField("slot") or its == [body.slot], f"its slot is {body.slot}, and {its[0]} in its generation"

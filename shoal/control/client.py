@@ -102,8 +102,13 @@ class Client:
                 self._news.wait(self._timeouts.backoff_first_s)
             return self._slot
 
-    def ready(self) -> None:
-        self._link.keep("ready", FromWorker(ready={}))
+    def ready(self, *, follows: bool = False) -> None:
+        """`follows`: where its host has no state yet, this worker can take it while others train."""
+        self._link.keep("ready", FromWorker(ready={"follows": follows}))
+
+    def caught_up(self) -> None:
+        """This worker, a follower, has the state."""
+        self._link.keep("caught up", FromWorker(caught_up={}))
 
     def leave(self) -> None:
         self._link.keep("leave", FromWorker(leave={}))

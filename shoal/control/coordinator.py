@@ -404,7 +404,9 @@ class Coordinator:
             awaited = tuple(body.waiting_for)
             self._post(lambda membership, now: m.on_waiting(membership, worker_id, awaited, now))
         elif kind == "ready":
-            self._post(lambda membership, now: m.on_ready(membership, worker_id))
+            self._post(lambda membership, now: m.on_ready(membership, worker_id, body.follows))
+        elif kind == "caught_up":
+            self._post(lambda membership, now: m.on_caught_up(membership, worker_id))
         elif kind == "leases":
             said = protocol.said_from_wire(body, worker_id)
             self._post(lambda membership, now: lending.on_said(membership, worker_id, said))
@@ -616,6 +618,7 @@ class Coordinator:
                 "number": generation.number,
                 "members": [member.worker_id for member in generation.members],
                 "leavers": [member.worker_id for member in generation.leavers],
+                "followers": [member.worker_id for member in generation.followers],
                 "fault": generation.fault,
                 "paused": generation.paused,
                 "cause": instruction.cause,
@@ -628,7 +631,7 @@ class Coordinator:
         workers = counted(len(generation.members), "worker") + (", paused" if generation.paused else "")
         _log.info("generation %d → %d: %s, %s", generation.number - 1, generation.number, cause, workers)
         message = self._told(generation)
-        for member in (*generation.members, *generation.leavers):
+        for member in generation.all:
             self._tell_worker(member.worker_id, message)
 
     def _told(self, generation: Generation) -> Any:

@@ -98,8 +98,8 @@ def from_json(text: str, now: float) -> Membership:
     value = json.loads(text)
     newest = value.pop("newest")
     if newest is not None:
-        newest["members"] = tuple(Member(**member) for member in newest["members"])
-        newest["leavers"] = tuple(Member(**member) for member in newest["leavers"])
+        for kind in ("members", "leavers", "followers"):
+            newest[kind] = tuple(Member(**member) for member in newest[kind])
         newest = Generation(**newest)
     workers = tuple(
         Worker(

@@ -39,9 +39,13 @@ REFUSABLE = (OutOfSharedMemory, DataUnusable, SettingsContradict)
 class State(str, Enum):
     JOINING = "joining"  # started or connected
     WARM = "warm"  # imported, model built, data open
+    FOLLOWING = "following"  # gets the state for its host while the members train
     MEMBER = "member"  # in the newest generation
     LEAVING = "leaving"  # was a member, has not been told Bye
     PARTED = "parted"  # told Bye; alive until its launcher says otherwise
+
+
+ACTIVE = (State.JOINING, State.WARM, State.FOLLOWING, State.MEMBER)  # on their way in, or in
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,8 @@ class Worker:
     fenced: str = ""  # why it was fenced, until it is gone
     wishes: int = 0  # how often it asked for another number of workers
     entered: int = 0  # the newest generation of several hosts in which it has heard of everybody
+    follows: bool = False  # it can get the state for its host while others train
+    caught_up: bool = False  # and has it
 
     @property
     def worker_id(self) -> str:
@@ -191,12 +197,21 @@ def on_join(
     return membership, [Log("joined", worker_id, f"slot {slot} on {host}", {"slot": slot})]
 
 
-def on_ready(membership: Membership, worker_id: str) -> Outcome:
-    """The worker is warm; it becomes a member when `settle` is called, at the founding or later."""
+def on_ready(membership: Membership, worker_id: str, follows: bool = False) -> Outcome:
+    """The worker is warm; it becomes a member when `settle` is called, at the founding or later. `follows`: where its
+    host has no state yet, it can get it while others train."""
     worker = membership.worker(worker_id)
     if worker is None or worker.state is not State.JOINING:
         return membership, []
-    return _put(membership, replace(worker, state=State.WARM)), [Log("ready", worker_id)]
+    return _put(membership, replace(worker, state=State.WARM, follows=follows)), [Log("ready", worker_id)]
+
+
+def on_caught_up(membership: Membership, worker_id: str) -> Outcome:
+    """The worker has followed until its host has the state: it can be a member, and so can all others there."""
+    worker = membership.worker(worker_id)
+    if worker is None or worker.state is not State.FOLLOWING or worker.caught_up:
+        return membership, []
+    return _put(membership, replace(worker, caught_up=True)), [Log("caught_up", worker_id)]
 
 
 # Workers go.
@@ -208,7 +223,7 @@ def on_leave(membership: Membership, worker_id: str, why: str = "asked to") -> O
     if worker is None or worker.state in (State.LEAVING, State.PARTED):
         return membership, []
     told: list[Instruction] = [Log("leaving", worker_id, why), Excuse(worker_id)]
-    if worker.state is not State.MEMBER:
+    if worker.state not in (State.MEMBER, State.FOLLOWING):
         return _put(membership, replace(worker, state=State.PARTED)), [*told, Bye(worker_id)]
     membership = _put(membership, replace(worker, state=State.LEAVING))
     return _changed(membership, f"{worker_id} leaves ({why})"), told
@@ -240,7 +255,7 @@ def _let_go(membership: Membership) -> Outcome:
     newest = membership.newest
     if newest is None:
         return membership, []
-    hears = newest.members or newest.leavers[:1]
+    hears = (*newest.members, *newest.followers) or newest.leavers[:1]
     entered = {worker.worker_id for worker in membership.workers if worker.entered == newest.number}
     if newest.hosts > 1 and not newest.paused and any(it.worker_id not in entered for it in hears):
         return membership, []
@@ -290,7 +305,7 @@ def _ends(membership: Membership, worker_id: str, generation: int, slot: int) ->
     newest = membership.newest
     if newest is None or generation != newest.number:
         return None
-    listed = [it for it in membership.in_state(State.MEMBER, State.LEAVING) if newest.lists(it.worker_id)]
+    listed = [it for it in membership.workers if it.state is not State.PARTED and newest.lists(it.worker_id)]
     one = next((it for it in listed if it.worker_id == worker_id), None)
     other = next((it for it in listed if it.member.slot == slot), None)
     return None if one is None or other is None else (one, other)
@@ -343,7 +358,7 @@ def on_refused(membership: Membership, worker_id: str, why: str) -> Outcome:
     """The worker failed in a way that `refuses` allows, and is ending: aim at the number there is without it."""
     worker = membership.worker(worker_id)
     assert worker is not None
-    others = _without(membership, worker, State.JOINING, State.WARM, State.MEMBER)
+    others = _without(membership, worker, *ACTIVE)
     there = [other.member.host for other in others]
     membership = replace(
         membership, hosts=tuple(replace(host, share=there.count(host.name)) for host in membership.hosts)
@@ -367,7 +382,7 @@ def on_gone(membership: Membership, worker_id: str, reason: str = "") -> Outcome
     membership = replace(membership, workers=tuple(other for other in membership.workers if other is not worker))
     if worker.state is State.PARTED:
         return membership, [Log("left", worker_id, reason)]
-    if worker.state in (State.MEMBER, State.LEAVING):
+    if worker.state in (State.MEMBER, State.FOLLOWING, State.LEAVING):
         membership = replace(_changed(membership, f"{worker_id} left ({reason or 'died'})"), fault=True)
     return membership, [Log("lost", worker_id, worker.fenced or reason)]
 
@@ -430,7 +445,7 @@ def on_slots(membership: Membership, name: str, slots: int) -> Outcome:
 
 
 def _shed_from_hosts(membership: Membership, told: list[Instruction]) -> Outcome:
-    membership, leaving = shed(membership, membership.in_state(State.JOINING, State.WARM, State.MEMBER))
+    membership, leaving = shed(membership, membership.in_state(*ACTIVE))
     return membership, [*told, *leaving]
 
 
@@ -527,7 +542,7 @@ def on_scale(membership: Membership, target: int) -> Outcome:
     membership, told = _set_target(membership, target, membership.finishing)
     if membership.newest is None:
         membership = replace(membership, founders=target)
-    membership, leaving = shed(membership, membership.in_state(State.JOINING, State.WARM, State.MEMBER))
+    membership, leaving = shed(membership, membership.in_state(*ACTIVE))
     return membership, [Log("scaled", "", text), *told, *leaving]
 
 
@@ -622,25 +637,21 @@ def settle(membership: Membership) -> Outcome:
         return replace(membership, ended=True), instructions
     if membership.newest is None and not _can_found(membership):
         return membership, []
-    members = membership.in_state(State.MEMBER)
-    room = membership.max_size - len(members)
     if membership.finishing and membership.newest is not None:
-        for late in membership.in_state(State.JOINING, State.WARM):
+        for late in membership.in_state(State.JOINING, State.WARM, State.FOLLOWING):
             membership, leaving = on_leave(membership, late.worker_id, "the job is over")
             instructions += leaving
-    for newcomer in membership.in_state(State.WARM)[:room]:
-        seniority = membership.seniority + 1
-        promoted = replace(newcomer, state=State.MEMBER, seniority=seniority)
-        membership = replace(_put(membership, promoted), seniority=seniority)
-        membership = _changed(membership, f"{newcomer.worker_id} joined")
+    membership = _let_in(membership)
     members = sorted(membership.in_state(State.MEMBER), key=lambda worker: worker.seniority)
     leavers = sorted(membership.in_state(State.LEAVING), key=lambda worker: worker.seniority)
+    followers = membership.in_state(State.FOLLOWING)
     if not membership.dirty or not (members or leavers):
         return membership, instructions
     generation = Generation(
         number=membership.number + 1,
         members=tuple(worker.member for worker in members),
         leavers=tuple(worker.member for worker in leavers),
+        followers=tuple(worker.member for worker in followers),
         fault=membership.fault,
         paused=len(members) < membership.min_size and not membership.finishing,
         finishing=membership.finishing,
@@ -656,6 +667,32 @@ def settle(membership: Membership) -> Outcome:
         causes=(),
     )
     return membership, [*instructions, publish]
+
+
+def _let_in(membership: Membership) -> Membership:
+    """Newcomers become members, as far as there is room. On a host that has no state, the first of them follows until
+    it has it, and the others wait for that; unless those who have it are too few to go on. Who follows begins together:
+    what they get is of one moment."""
+    members = membership.in_state(State.MEMBER)
+    room = membership.max_size - len(members)
+    newcomers = membership.in_state(State.WARM, State.FOLLOWING)
+    if membership.newest is not None and len(members) >= membership.min_size and not membership.finishing:
+        have = {it.member.host for it in (*members, *newcomers) if it.state is State.MEMBER or it.caught_up}
+        behind = [it for it in newcomers if it.follows and it.member.host not in have]
+    else:
+        behind = []
+    for newcomer in [it for it in newcomers if it not in behind][:room]:
+        room -= 1
+        seniority = membership.seniority + 1
+        promoted = replace(newcomer, state=State.MEMBER, seniority=seniority)
+        membership = replace(_put(membership, promoted), seniority=seniority)
+        membership = _changed(membership, f"{newcomer.worker_id} joined")
+    if not any(it.state is State.FOLLOWING for it in behind):
+        first = {it.member.host: it for it in reversed(behind)}
+        for newcomer in list(first.values())[::-1][: max(0, room)]:
+            membership = _put(membership, replace(newcomer, state=State.FOLLOWING))
+            membership = _changed(membership, f"{newcomer.worker_id} follows")
+    return membership
 
 
 def newest_for(membership: Membership, known: int) -> Generation | None:
@@ -724,6 +761,7 @@ def _shed(membership: Membership, active: list[Worker], staying: int) -> Outcome
     newest = active[::-1]
     dispensable = [worker for worker in newest if worker.state is State.JOINING]
     dispensable += [worker for worker in newest if worker.state is State.WARM]
+    dispensable += [worker for worker in newest if worker.state is State.FOLLOWING]
     members = [worker for worker in active if worker.state is State.MEMBER]
     dispensable += sorted(members, key=lambda worker: -worker.seniority)
     for worker in dispensable[: max(0, len(active) - staying)]:
@@ -769,7 +807,7 @@ def _alive(worker: Worker, now: float) -> Worker:
 
 def _mark_awaited(membership: Membership, now: float) -> Membership:
     # A member is awaited also when nobody says so: if all of them are stopped, there is nobody to say it.
-    awaited = {worker.worker_id for worker in membership.in_state(State.MEMBER)}
+    awaited = {worker.worker_id for worker in membership.in_state(State.MEMBER, State.FOLLOWING)}
     awaited |= {worker_id for worker in membership.workers for worker_id in worker.life.waits_for}
     awaited |= {lease.worker_id for lease in membership.lent.leases}  # the rest of which somebody may need
     if membership.waits_for_joiners:

@@ -114,8 +114,8 @@ def from_wire(body: Any) -> Generation:
     def listed(members: Any) -> tuple[Member, ...]:
         return tuple(Member(it.worker_id, it.slot, it.host, it.address) for it in members)
 
-    members, leavers = listed(body.members), listed(body.leavers)
-    return Generation(body.number, members, leavers, body.fault, body.paused, body.finishing, body.key)
+    members, leavers, followers = listed(body.members), listed(body.leavers), listed(body.followers)
+    return Generation(body.number, members, leavers, body.fault, body.paused, body.finishing, body.key, followers)
 
 
 def target_to_wire(target: SetTarget, host: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from shoal.control.generation import Generation, Member
 from shoal.control.hosts import Host, spread
 from shoal.control.instructions import Log, SetTarget, Stop
-from shoal.control.membership import Life, Membership, Outcome, State, Worker, dismiss_all, number_of, shed
+from shoal.control.membership import ACTIVE, Life, Membership, Outcome, State, Worker, dismiss_all, number_of, shed
 from shoal.control.rundir import RunDir
 from shoal.data.leases import NUMBERS, Lent, Said
 from shoal.wording import counted
@@ -65,11 +65,11 @@ def rebuild(
     rosters = list(rosters)
     known = [report.newest for report in told.values() if report.newest is not None]
     newest = max(known, key=lambda generation: generation.number, default=None)
-    listed = () if newest is None else (*newest.members, *newest.leavers)
+    listed = () if newest is None else newest.all
     workers: dict[str, Worker] = {}
     for seniority, member in enumerate(listed, 1):
         report = told.get(member.worker_id)
-        state = State.MEMBER if newest is not None and newest.rank(member.worker_id) is not None else State.LEAVING
+        state = _state_in(newest, member.worker_id)
         if report is not None and report.dismissed:
             state = State.PARTED
         worker = Worker(member, state, Life(alive_at=now), seniority, founder=False, launched=True)
@@ -117,8 +117,14 @@ def rebuild(
     if stopping is not None:
         return dismiss_all(membership)
     alive = {worker_id for roster in rosters for worker_id in roster.live}
-    active = membership.in_state(State.JOINING, State.WARM, State.MEMBER)
+    active = membership.in_state(*ACTIVE)
     return shed(membership, [worker for worker in active if worker.worker_id in alive])
+
+
+def _state_in(newest: Generation | None, worker_id: str) -> State:
+    if newest is not None and newest.rank(worker_id) is not None:
+        return State.MEMBER
+    return State.FOLLOWING if newest is not None and newest.follows(worker_id) else State.LEAVING
 
 
 def _hosts(founding: Membership, rosters: Iterable[Roster]) -> tuple[Host, ...]:

@@ -18,9 +18,10 @@ from shoal.metrics import fault_point
 from shoal.seconds import EXCHANGE
 from shoal.sync import words as w
 from shoal.sync.arena import Arena, shaped
-from shoal.sync.exchange import Exchange
+from shoal.sync.exchange import Cut, Exchange, Sent
 from shoal.sync.far_buckets import Tuning
-from shoal.sync.group import Group
+from shoal.sync.following import CARRIED, GIVEN, STEPPED, Follower, Source, Told
+from shoal.sync.group import Following, Group
 from shoal.sync.hosts import BUFFERS, STATE
 from shoal.sync.layout import plan
 from shoal.sync.linear import Target, redirect
@@ -71,7 +72,9 @@ class AllReduce(Sync):
         self._versions: list[int] = []
         self._frozen_shown: int | None = None
         self._group: Group | None = None
+        self._follower: Follower | None = None
         self._exchange: Exchange | None = None
+        self._sent: Sent = "none"  # of the sums of a step that was given up
         self._last = False  # the backward that runs or comes next is the last of this worker's step
         self._carried = False  # the commit under way leaves parameters and state as they are
         self._alike = False  # the newest commit did, so that both buffers hold the same
@@ -84,6 +87,7 @@ class AllReduce(Sync):
         self._tuning, self._stepped_s = Tuning(), 0.0
         self._set_hooks(it for it, one in enumerate(self._parameters) if it in self._looking or one.numel() >= LARGE)
         self._targets = redirect(replica.model, self._target)
+        self._source, self._follower = Source(self._arena, words, slot), None
 
     def _set_hooks(self, indices: Iterable[int]) -> None:
         for index in indices:
@@ -183,12 +187,22 @@ class AllReduce(Sync):
             group.far.take_checked(group.takes, group.seq, STATE, self._arena.image(group.seq & 1))
             self._words.layout = self._arena.layout.digest
 
+    @property
+    def follows(self) -> bool:
+        return True
+
+    def follow(self, group: Following, caught_up: Callable[[], None]) -> None:
+        if self._follower is None:
+            self._follower = Follower(self._arena, self._replica, self._words, group.slot, _WIRE[self._wire])
+        self._follower.follow(group, Cut.of(self._arena.layout, group.places.members), caught_up)
+
     def enter(self, group: Group) -> None:
         if group is not self._group:
-            self._group = group
+            self._group, self._follower = group, None
+            self._source.enter(group)
             layout, near = self._arena.layout, group.near
             lanes = [self._arena.lane(slot) for slot in near]
-            several = len(group.places.members) > 1
+            several = len(group.places.members) > 1 or bool(group.followers)
             narrow = _WIRE[self._wire]
             self._exchange = Exchange(layout, group, narrow, lanes, self._split) if several else None
             self._stepped_s = 0.0
@@ -204,6 +218,7 @@ class AllReduce(Sync):
 
     def found(self, group: Group) -> None:
         seq = group.seq + 1
+        self._source.tell(Told(tag(group.generation.number, seq), GIVEN, source=group.slots[0]))
         if group.rank == 0:
             self._found(seq)
         self._share(group, seq, 0)
@@ -281,7 +296,8 @@ class AllReduce(Sync):
             self._exchange.offer(self._lane.present, trains=trains)
 
     def give_up(self, group: Group) -> bool:
-        return self._exchange is None or self._exchange.give_up()
+        self._sent = "none" if self._exchange is None else self._exchange.give_up()
+        return self._sent != "some"
 
     def _tune(self, group: Group, exchange: Exchange) -> None:
         """Whoever leads the host chooses how large buckets are, for the next step."""
@@ -295,9 +311,11 @@ class AllReduce(Sync):
         seq = group.seq + 1
         norm = None
         self._carried = not verdict.apply
+        step = tag(group.generation.number, seq)
         if not verdict.apply:
             if not self.give_up(group):
                 group.renew("some trained, others did not")
+            self._source.tell(Told(step, CARRIED, self._sent))
             if not self._alike:
                 self._slice.carry(seq)
             self._load_buffers(group.seq)  # those of the forward that went wrong are not kept either
@@ -312,9 +330,12 @@ class AllReduce(Sync):
                 # Those of one host, which has all slices: elsewhere they may be cut, and so rounded, in another way.
                 norm = sum(group.words.value(slot, w.NORM) for slot in group.places.members[0]) ** 0.5
                 scale = min(1.0, verdict.clip_norm / (norm + 1e-6))
+            if group.followers:
+                rate, marks = verdict.learning_rate_factor, self._slice.marks()
+                self._source.tell(Told(step, STEPPED, "all", 0, scale or 1.0, rate, marks))
             with self._replica.rates_times(verdict.learning_rate_factor):
                 self._slice.step(seq, scale)
-            if self._exchange is not None and group.leads:
+            if self._exchange is not None and group.leads and len(group.places.members) > 1:
                 self._tune(group, self._exchange)
         self._keep_buffers(group, seq, moved=verdict.apply)
         if group.leads:
@@ -341,6 +362,7 @@ class AllReduce(Sync):
 
     def edit(self, group: Group, editor: int) -> None:
         seq = group.seq + 1
+        self._source.tell(Told(tag(group.generation.number, seq), GIVEN, self._sent, group.slots[editor]))
         if group.rank == editor:
             ranges = owned(self._arena.layout, 0, 1, 1)
             whole = Slice(self._arena, self._replica.optimizer, [self._lane], ranges)

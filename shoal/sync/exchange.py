@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,13 +19,30 @@ from shoal.sync.arena import Lane
 from shoal.sync.far_buckets import CANDIDATES, FarBuckets
 from shoal.sync.group import Group
 from shoal.sync.layout import Layout
-from shoal.sync.ranges import Run, owned
+from shoal.sync.ranges import Range, Run, owned
 from shoal.sync.sums import Sums, Table
 from shoal.sync.words import MAX_MARKS_BYTES, fence, tag
 
 # Elements of a chunk, about: large enough that Python's share of the time stays small, small enough that hosts add one
 # while the next is on its way.
 CHUNK = 256 * 1024
+
+Sent: TypeAlias = Literal["all", "none", "some"]  # of the sums of a step
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the model is cut into chunks, the same on every host."""
+
+    table: Table
+    pieces: tuple[Range, ...]  # of each chunk
+
+    @classmethod
+    def of(cls, layout: Layout, hosts: tuple[tuple[int, ...], ...]) -> Cut:
+        each = len(hosts) * max(len(slots) for slots in hosts)
+        parts = each * max(1, math.ceil(layout.elements / CHUNK / each))
+        pieces = [(part, piece) for part in range(parts) for piece in owned(layout, part, part + 1, parts)]
+        return cls(Table(hosts, parts, tuple(part for part, _ in pieces)), tuple(piece for _, piece in pieces))
 
 
 class Exchange:
@@ -50,20 +69,16 @@ class Exchange:
                 f"the model has {layout.tensors:,} tensors, of which {8 * MAX_MARKS_BYTES:,} at most can be trained on "
                 "several hosts: train it on one, or merge some"
             )
-        hosts = group.places.members
-        each = len(hosts) * max(len(slots) for slots in hosts)
-        parts = each * max(1, math.ceil(layout.elements / CHUNK / each))
-        pieces = [(part, piece) for part in range(parts) for piece in owned(layout, part, part + 1, parts)]
-        table = Table(hosts, parts, tuple(part for part, _ in pieces))
-        mine = table.parts_of(group.slot)
-        self.ranges = owned(layout, mine.start, mine.stop, parts)
+        cut = Cut.of(layout, group.places.members)
+        table, mine = cut.table, cut.table.parts_of(group.slot)
+        self.ranges = owned(layout, mine.start, mine.stop, table.parts)
         self._buffers = {
             it.segment: (it.lo, torch.empty(it.hi - it.lo, dtype=layout.segments[it.segment].dtype))
             for it in self.ranges
         }
-        self._pieces = {chunk: pieces[chunk][1] for chunk in table.chunks_of(group.slot)}
+        self._pieces = {chunk: cut.pieces[chunk] for chunk in table.chunks_of(group.slot)}
         self._values = {chunk: self.view(it.segment, it.lo, it.hi) for chunk, it in self._pieces.items()}
-        self._sums = Sums(group.far, table, group.slot, narrow)
+        self._sums = Sums(group.far, table, group.slot, narrow, group.followers)
         self._far_members = [slot for slot in group.slots if slot in group.far.slots]
         self._marks = b""
         self._told = b""
@@ -197,9 +212,9 @@ class Exchange:
         for _ in self._sums.take():
             pass
 
-    def give_up(self) -> bool:
-        """The step does not come. False: some have given of it and others have not, so that what they gave is in the
-        way of whatever comes next: the generation must begin again."""
+    def give_up(self) -> Sent:
+        """The step does not come. "some" have given of it and others have not, so that what they gave is in the way of
+        whatever comes next: the generation must begin again."""
         step = tag(self._group.generation.number, self._seq)
         gave = {self._words.get(slot, w.GAVE) == step for slot in self._group.slots}
         if gave == {True}:
@@ -208,9 +223,11 @@ class Exchange:
             self._left = {}
             for _ in self._sums.take():
                 pass
-        elif gave == {False}:
+            return "all"
+        if gave == {False}:
             self._sums.abandon()
-        return len(gave) == 1
+            return "none"
+        return "some"
 
 
 def _add(target: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:

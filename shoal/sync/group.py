@@ -42,13 +42,13 @@ class Standing:
         self.words = words
         self.generation = generation
         self.places = Places(generation)
-        everybody = (*generation.members, *generation.leavers)
-        self._mine = next(member for member in everybody if member.worker_id == worker_id)
+        self._mine = next(member for member in generation.all if member.worker_id == worker_id)
         self.slot = self._mine.slot
+        self.slots = [member.slot for member in generation.members]
         several = len(self.places.hosts) > 1
         self.far = Far(relay, words, notice, self.places, self._mine) if several and relay is not None else None
         self._relay, self._notice = relay, notice
-        self._ids = {member.slot: member.worker_id for member in everybody}
+        self._ids = {member.slot: member.worker_id for member in generation.all}
         self._spin_s = SPIN_S if spin else 0.0
 
     def park(self, *, incumbent: bool) -> None:
@@ -70,6 +70,17 @@ class Standing:
                 self.far.listen()
             self.far.connect()
             self.far.tell()
+
+    def enter(self, *, incumbent: bool = True) -> None:
+        """Park until everybody has left the older generations. Changed when there is a newer one by then."""
+        self._notice.entering = True
+        try:
+            self.park(incumbent=incumbent)
+            self.wait_all_parked()
+        finally:
+            self._notice.entering = False
+        if self._notice.newest > self.generation.number:
+            raise Changed
 
     def wait_all_parked(self) -> None:
         """Until everybody elsewhere has parked too."""
@@ -150,26 +161,18 @@ class Group(Standing):
         self.members: Sequence[Member] = generation.members
         self.size = len(generation.members)
         self.rank = self.members.index(self._mine)
-        self.slots = [member.slot for member in generation.members]
         self.near = [member.slot for member in generation.members if member.host == self._mine.host]
         self.leads = self.near[0] == self.slot  # does what is done once a host
         self._others = [slot for slot in self.slots if slot != self.slot]
+        self.followers = [follower.slot for follower in generation.followers]
         self.seq = 0  # of the newest commit, known once entered
         self.behind = False  # this host does not have that commit's state yet
         self.gives: tuple[int, ...] = ()  # slots of workers to whom this one gives that state
         self.takes: int | None = None  # the slot from which this one, which leads its host, takes it
 
     def enter(self, *, incumbent: bool = True) -> None:
-        """Park until every member and leaver has left the older generations; then `seq` is what is committed. Changed
-        when there is a newer generation by then."""
-        self._notice.entering = True
-        try:
-            self.park(incumbent=incumbent)
-            self.wait_all_parked()
-        finally:
-            self._notice.entering = False
-        if self._notice.newest > self.generation.number:
-            raise Changed
+        """As before; then `seq` is what is committed."""
+        super().enter(incumbent=incumbent)
         if self.far is None:
             self.seq = seq_of(self.words.commit)
         else:
@@ -181,7 +184,7 @@ class Group(Standing):
         self.seq = seq_of(self._begins)
         if not self.seq:
             return
-        leaders = self.places.leaders
+        leaders = {host: slot for host, slot in self.places.leaders.items() if slot in self.slots}
         givers = [leaders[host] for host in leaders if has[host]]
         takers = [leaders[host] for host in leaders if not has[host]]
         self.behind = not has[self._mine.host]
@@ -225,7 +228,7 @@ class Group(Standing):
         words, step = self.words, tag(self.generation.number, self.seq + 1)
         words.put(self.slot, w.SEEN, self._notice.newest)
         fault_point("before_done")
-        self._meet(w.DONE, "after_done")
+        self._meet(w.DONE, "after_done", self.followers)
         planned = max(words.get(slot, w.SEEN) for slot in self.slots) > self.generation.number
         fault_point("before_commit")
         words.commit = step  # the commit point: the same store by every member
@@ -233,7 +236,7 @@ class Group(Standing):
         self.seq += 1
         return planned
 
-    def _meet(self, word: int, point: str | None) -> None:
+    def _meet(self, word: int, point: str | None, followers: Sequence[int] = ()) -> None:
         words, step = self.words, tag(self.generation.number, self.seq + 1)
         words.put(self.slot, word, step)
         words.ring(self.slot)
@@ -241,7 +244,7 @@ class Group(Standing):
             self.far.tell()
         if point is not None:
             fault_point(point)
-        for slot in self._others:
+        for slot in (*self._others, *followers):
             if words.get(slot, word) != step:
                 self.seconds.switch(WAIT)
                 try:
@@ -249,6 +252,27 @@ class Group(Standing):
                 finally:
                     self.seconds.switch(EXCHANGE)
         fence()
+
+
+class Following(Standing):
+    """A follower's place in one generation."""
+
+    def enter(self, *, incumbent: bool = True) -> None:
+        """As before; then `newest` is the tag of what is committed, 0 for nothing."""
+        super().enter(incumbent=incumbent)
+        self.newest, _ = self.begins()
+
+    def follow(self, step: int) -> bool:
+        """Say that all of this step is here; wait until it is committed. True: all now enter a newer generation."""
+        words = self.words
+        assert self.far is not None
+        words.put(self.slot, w.DONE, step)
+        words.ring(self.slot)
+        self.far.tell()
+        for slot in self.slots:
+            self._wait_word(slot, w.DONE, step)
+        fence()
+        return max(words.get(slot, w.SEEN) for slot in self.slots) > self.generation.number
 
 
 def acknowledge(words: Words, slot: int, generation: Generation, relay: Relay | None = None) -> None:

@@ -23,8 +23,8 @@ from shoal.sync.words import LINE_BYTES, MAX_MARKS_BYTES, STATEMENT, Words
 
 T = TypeVar("T")
 
-# Kinds of frames. PART and SUM are those of `sums`.
-PART, SUM, NOTE, BUFFERS, STATE, RECORD = range(6)
+# Kinds of frames. PART and SUM are those of `sums`, the last three those of `following`.
+PART, SUM, NOTE, BUFFERS, STATE, RECORD, COMMIT, ASKED, PIECE = range(9)
 # Kinds of notes.
 _LINE, _STATEMENT, _NAMES, _GREETING, _MARKS = range(5)
 _MOST_NOTE_BYTES = 1 << 20
@@ -37,13 +37,14 @@ def frame_tag(step: int, kind: int, index: int) -> int:
 
 @dataclass(frozen=True)
 class Places:
-    """Where the workers of a generation are: hosts in the order of their lowest ranks, then those with leavers only."""
+    """Where the workers of a generation are: hosts in the order of their lowest ranks, then those with followers or
+    leavers only."""
 
     generation: Generation
 
     @cached_property
     def hosts(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(member.host for member in self._all))
+        return tuple(dict.fromkeys(member.host for member in self.generation.all))
 
     @cached_property
     def members(self) -> tuple[tuple[int, ...], ...]:
@@ -51,28 +52,24 @@ class Places:
         by_host = {host: tuple(it.slot for it in self.generation.members if it.host == host) for host in self.hosts}
         return tuple(slots for slots in by_host.values() if slots)
 
-    @cached_property
-    def _all(self) -> tuple[Member, ...]:
-        return (*self.generation.members, *self.generation.leavers)
-
     def on(self, host: str) -> list[Member]:
-        """Members, then leavers."""
-        return [member for member in self._all if member.host == host]
+        """Members, then the others."""
+        return [member for member in self.generation.all if member.host == host]
 
     def off(self, host: str) -> list[Member]:
-        return [member for member in self._all if member.host != host]
+        return [member for member in self.generation.all if member.host != host]
 
     @cached_property
     def leaders(self) -> dict[str, int]:
-        """By host, the slot of who leads it, of the hosts with members. Where nobody is left, the first leaver alone is
-        to hear the others: nobody else may wait for one that was let go."""
-        of = self.generation.members or self.generation.leavers[:1]
+        """By host, the slot of who leads it, of the hosts with members or a follower. Where nobody is left, the first
+        leaver alone is to hear the others: nobody else may wait for one that was let go."""
+        of = (*self.generation.members, *self.generation.followers) or self.generation.leavers[:1]
         return {member.host: member.slot for member in reversed(of)}
 
     def connects(self, slot: int) -> dict[int, Address]:
         """The addresses of the workers that this one has connections to: leaders of other hosts, if it leads everybody
         there, and those whose share of the model overlaps its own."""
-        mine = next(member for member in self._all if member.slot == slot)
+        mine = next(member for member in self.generation.all if member.slot == slot)
         leads = self.leaders.get(mine.host) == slot
         others = [it for it in self.off(mine.host) if leads or self.leaders.get(it.host) == it.slot]
         others += [it for it in self.off(mine.host) if self._overlaps(slot, it.slot)]
@@ -257,11 +254,11 @@ class Far:
 
     def post_checked(self, slot: int, step: int, kind: int, views: Sequence[memoryview]) -> None:
         """As `post`, with checksums."""
-        pieces = _pieces(views)
+        pieces = pieces_of(views)
         self.post(slot, step, kind, [*pieces, memoryview(_checksums(pieces))])
 
     def take_checked(self, slot: int, step: int, kind: int, into: Sequence[memoryview]) -> None:
-        pieces = _pieces(into)
+        pieces = pieces_of(into)
         sums = bytearray(4 * len(pieces))
         self.take(slot, step, kind, [*pieces, memoryview(sums)])
         if _checksums(pieces) != bytes(sums):
@@ -290,7 +287,7 @@ class Far:
                 return None
 
 
-def _pieces(views: Sequence[memoryview]) -> list[memoryview]:
+def pieces_of(views: Sequence[memoryview]) -> list[memoryview]:
     return [view[at : at + _PIECE_BYTES] for view in views for at in range(0, max(1, view.nbytes), _PIECE_BYTES)]
 
 

@@ -7,7 +7,7 @@ scalars, state there or not yet). When all is well that is one run a parameter g
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,11 +18,26 @@ from torch.optim import Optimizer
 from shoal import errors
 from shoal.metrics import fault_point
 from shoal.sync.arena import Arena, Lane
-from shoal.sync.exchange import Exchange
 from shoal.sync.kernels import Chunk, ChunkedStep, kernel_for
 from shoal.sync.layout import Segment
 from shoal.sync.probe import StateSpec, twin_of
 from shoal.sync.ranges import Range, Run
+
+
+class Summed(Protocol):
+    """Sums over hosts, as a slice needs them."""
+
+    def elsewhere(self) -> npt.NDArray[np.uint8]:
+        """Which tensors have a gradient on other hosts."""
+
+    def plan(self, runs: Sequence[Run]) -> None:
+        """What the slice is made of, until the next plan."""
+
+    def run(self) -> None:
+        """Until all sums of the slice are there."""
+
+    def view(self, segment: int, lo: int, hi: int) -> torch.Tensor:
+        """These elements of them."""
 
 
 class Slice:
@@ -34,7 +49,7 @@ class Slice:
         optimizer: Optimizer,
         lanes: Sequence[Lane],
         ranges: list[Range],
-        exchange: Exchange | None = None,
+        exchange: Summed | None = None,
     ) -> None:
         self._arena = arena
         self._optimizer = optimizer
@@ -42,6 +57,7 @@ class Slice:
         self.ranges = ranges
         self._exchange = exchange
         self._key: bytes | None = None
+        self._present: npt.NDArray[np.uint8] = np.zeros((0, 0), dtype=np.uint8)
         self._runs: list[Run] = []
         self._steppers: list[ChunkedStep | None] = []
         self._general: list[General | None] = [None, None]
@@ -50,9 +66,9 @@ class Slice:
     def plan(self, seq: int) -> None:
         """Look at which lanes have gradients, and cut the slice into runs."""
         born = self._arena.born[(seq - 1) & 1]
-        present = np.stack([lane.present for lane in self._lanes])
-        if self._exchange is not None:
-            present = np.vstack([present, self._exchange.elsewhere()])
+        elsewhere = [] if self._exchange is None else [self._exchange.elsewhere()]
+        present = np.stack([*(lane.present for lane in self._lanes), *elsewhere])
+        self._present = present
         key = present.tobytes() + born.tobytes()
         if key != self._key:
             self._key = key
@@ -61,6 +77,10 @@ class Slice:
             self._general = [None, None]
             if self._exchange is not None:
                 self._exchange.plan(self._runs)
+
+    def marks(self) -> bytes:
+        """Which tensors have a gradient anywhere, as bits. After `plan`."""
+        return np.packbits(np.any(self._present, axis=0)).tobytes()
 
     def reduce(self) -> None:
         """Reduce the slice into private memory, over all hosts. Changed, when one of them is not heard any more."""

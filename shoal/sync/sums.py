@@ -8,7 +8,7 @@ that steps it.
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -74,8 +74,11 @@ class Sums:
     next (error feedback), by who gives a part and by who gives the sum.
     """
 
-    def __init__(self, far: Far, table: Table, slot: int, narrow: torch.dtype | None = None) -> None:
-        self._far, self._table, self._narrow = far, table, narrow
+    def __init__(
+        self, far: Far, table: Table, slot: int, narrow: torch.dtype | None = None, followers: Sequence[int] = ()
+    ) -> None:
+        """`followers`: slots of those who get every sum."""
+        self._far, self._table, self._narrow, self._followers = far, table, narrow, followers
         self._host = table.host_of(slot)
         self._others = [host for host in range(len(table.hosts)) if host != self._host]
         self._scratch: dict[tuple[int, int], torch.Tensor] = {}  # what comes from a host for a chunk
@@ -111,8 +114,9 @@ class Sums:
         while self._left:
             chunk = next(iter(self._left))
             owner = self._table.owner(chunk)
-            host = owner if owner != self._host else self._others[0]
-            chunk = self._far.wait(self._table.slot(chunk, host), self._step.summed)
+            host = owner if owner != self._host else next(iter(self._others), None)
+            slot = None if host is None else self._table.slot(chunk, host)
+            chunk = self._far.wait(slot, self._step.summed)
             self._left.discard(chunk)
             yield chunk
 
@@ -130,7 +134,7 @@ class Sums:
             self._add(step, chunk, self._host, part)
         else:
             sent = part if self._wide(part) else self._pack(chunk, PART, part)
-            self._post(step, chunk, self._table.owner(chunk), PART, sent)
+            self._post(step, chunk, self._table.slot(chunk, self._table.owner(chunk)), PART, sent)
 
     def _keep(self, step: _Step, chunk: int, total: torch.Tensor) -> None:
         values = step.values[chunk]
@@ -151,12 +155,14 @@ class Sums:
             sent = self._pack(chunk, SUM, total)
             total.copy_(sent)  # as the others will have it
         for other in self._others:
-            self._post(step, chunk, other, SUM, sent)
+            self._post(step, chunk, self._table.slot(chunk, other), SUM, sent)
+        for slot in self._followers:
+            self._post(step, chunk, slot, SUM, sent)
         step.summed.put(chunk)
 
     def _wide(self, part: torch.Tensor) -> bool:
         """Whether it is sent as it is."""
-        return self._narrow is None or part.dtype not in (torch.float32, torch.float64)
+        return dtype_sent(part.dtype, self._narrow) == part.dtype
 
     def _pack(self, chunk: int, kind: int, part: torch.Tensor) -> torch.Tensor:
         """The part in the narrow dtype, with what was lost before; what is lost now is kept."""
@@ -175,8 +181,7 @@ class Sums:
 
     def _scratch_for(self, chunk: int, host: int, like: torch.Tensor) -> torch.Tensor:
         if (chunk, host) not in self._scratch:
-            dtype = like.dtype if self._wide(like) else self._narrow
-            self._scratch[chunk, host] = torch.empty_like(like, dtype=dtype)
+            self._scratch[chunk, host] = torch.empty_like(like, dtype=dtype_sent(like.dtype, self._narrow))
         return self._scratch[chunk, host]
 
     def _expect(
@@ -185,15 +190,18 @@ class Sums:
         slot, tag = self._table.slot(chunk, host), frame_tag(step.number, kind, chunk)
         self._far.wire.expect(self._far.number, slot, tag, bytes_of(into), then)
 
-    def _post(self, step: _Step, chunk: int, host: int, kind: int, data: torch.Tensor) -> None:
-        slot, tag = self._table.slot(chunk, host), frame_tag(step.number, kind, chunk)
-        self._far.wire.post(self._far.number, slot, tag, bytes_of(data))
+    def _post(self, step: _Step, chunk: int, slot: int, kind: int, data: torch.Tensor) -> None:
+        self._far.wire.post(self._far.number, slot, frame_tag(step.number, kind, chunk), bytes_of(data))
 
 
 def _add_serially(total: torch.Tensor, part: torch.Tensor) -> None:
     """A piece at a time, of a size that torch does not divide between threads: those are the training's."""
     for lo in range(0, total.numel(), _SERIAL):
         total[lo : lo + _SERIAL].add_(part[lo : lo + _SERIAL])
+
+
+def dtype_sent(dtype: torch.dtype, narrow: torch.dtype | None) -> torch.dtype:
+    return dtype if narrow is None or dtype not in (torch.float32, torch.float64) else narrow
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from shoal.sync.group import Group
+from shoal.sync.group import Following, Group
 from shoal.sync.memory import HostMemory
 from shoal.sync.replica import Replica
 from shoal.sync.words import Words
@@ -56,6 +57,16 @@ class Sync(ABC):
     def transfer(self, group: Group) -> None:  # noqa: B027, most have nothing to do
         """Between hosts, before `enter`: give the state of commit `group.seq` to whom this worker is to give it, take
         it if it is to take it. Changed: the generation is over."""
+
+    @property
+    def follows(self) -> bool:
+        """Whether a worker can get the state for its host while others train."""
+        return False
+
+    def follow(self, group: Following, caught_up: Callable[[], None]) -> None:
+        """Get the state for this host, as far as that goes in one generation; `caught_up` is called when it is here.
+        Returns when all enter a newer generation; or Changed."""
+        raise NotImplementedError
 
     @abstractmethod
     def enter(self, group: Group) -> None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 Action = Literal["kill", "stop", "slow", "fail", "leave", "join"]
 JournalFate = Literal["kept", "deleted", "overwritten"]
 COORDINATOR = "coordinator"  # in place of a worker's id; the step is a generation then
+_WORKER_POINTS = (*metrics.POINTS, *metrics.FOLLOWER_POINTS)
 
 
 class PlannedFailure(RuntimeError):
@@ -51,7 +52,7 @@ class Chaos:
     seed: int
     rate: float
     limit: int
-    during: tuple[str, ...] = metrics.POINTS
+    during: tuple[str, ...] = _WORKER_POINTS
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class FaultPlan:
         """The job is asked for `count` more workers."""
         return self._with(Fault("join", None, at_step, "forward", count))
 
-    def chaos(self, seed: int, rate: float, limit: int, during: Iterable[str] = metrics.POINTS) -> FaultPlan:
+    def chaos(self, seed: int, rate: float, limit: int, during: Iterable[str] = _WORKER_POINTS) -> FaultPlan:
         """Random deaths, drawn from the seed."""
         points = tuple(during)
         for point in points:
@@ -118,11 +119,11 @@ class FaultPlan:
         return cls(tuple(Fault(**json.loads(line)) for line in recorded.read_text().splitlines()))
 
     def _with(self, fault: Fault) -> FaultPlan:
-        _check_point(fault.during, metrics.COORDINATOR_POINTS if fault.worker_id == COORDINATOR else metrics.POINTS)
+        _check_point(fault.during, metrics.COORDINATOR_POINTS if fault.worker_id == COORDINATOR else _WORKER_POINTS)
         return FaultPlan((*self.faults, fault), self.chaos_)
 
 
-def _check_point(point: str, points: tuple[str, ...] = metrics.POINTS) -> None:
+def _check_point(point: str, points: tuple[str, ...] = _WORKER_POINTS) -> None:
     if point not in points:
         raise errors.SettingsContradict(f"there is no point {point!r}: choose one of {', '.join(points)}")
 

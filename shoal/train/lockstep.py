@@ -43,6 +43,7 @@ class Lockstep(Pace):
         self._edits = 0  # that the script made outside of passes
         self._in_pass: Pass | None = None
         self._split_is_new = True  # the loader has to be started again
+        seat.parking.follow = sync.follow
         if saver is not None:
             stepper.before_ready = saver.before
             seat.client.on_checkpoint = saver.ask
@@ -243,7 +244,7 @@ class Lockstep(Pace):
 
     def _become_member(self, pass_: Pass) -> None:
         seat = self._seat
-        seat.ask_in()
+        seat.ask_in(follows=self._sync.follows)
         self._stepper.fresh = True
         if self._enter(above=0):
             self._stepper.fresh = False

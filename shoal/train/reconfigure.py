@@ -15,7 +15,7 @@ from shoal.control.generation import Generation
 from shoal.errors import Changed
 from shoal.metrics import fault_point
 from shoal.seconds import Seconds
-from shoal.sync.group import Group, Standing, acknowledge
+from shoal.sync.group import Following, Group, Standing, acknowledge
 from shoal.sync.hosts import Relay
 from shoal.sync.notice import Notice
 from shoal.sync.words import ACK, Words
@@ -63,6 +63,7 @@ class Parking:
         self._worker_id, self._slot, self._patience_s = worker_id, slot, patience_s
         self._comes_back, self._relay = comes_back, relay
         self.incumbent = False  # this worker has had a state
+        self.follow: Callable[[Following, Callable[[], None]], None] = lambda group, caught_up: None
         self._meets = True  # it has met others in a generation, and not only taken note of one
 
     def enter(self, above: int, *, meet: bool = True) -> Group:
@@ -79,9 +80,14 @@ class Parking:
             if generation.leaves(self._worker_id):
                 self._part(generation)
                 raise Leave
-            if generation.rank(self._worker_id) is None or generation.paused:
-                if generation.rank(self._worker_id) is not None:
+            if generation.paused:
+                if generation.lists(self._worker_id):
                     acknowledge(self._words, self._slot, generation, self._relay)
+                above = generation.number
+                continue
+            if generation.rank(self._worker_id) is None:
+                if generation.follows(self._worker_id):
+                    self._follow(generation)
                 above = generation.number
                 continue
             # With a core for each, looking again for a moment takes none from a neighbor.
@@ -103,6 +109,18 @@ class Parking:
             if group.far is not None:
                 self._client.entered(generation.number)
             return group
+
+    def _follow(self, generation: Generation) -> None:
+        """Until it is over."""
+        group = Following(self._words, self._notice, generation, self._worker_id, relay=self._relay)
+        with contextlib.suppress(Changed):
+            group.enter(incumbent=self.incumbent)
+            self._client.entered(generation.number)
+            self.follow(group, self._caught_up)
+
+    def _caught_up(self) -> None:
+        self.incumbent = True
+        self._client.caught_up()
 
     def leave(self, number: int) -> None:
         """Having said that this worker leaves, acknowledge every generation that lists it until the coordinator says

@@ -87,11 +87,11 @@ class Seat:
         """Where the job is in this pass."""
         return ledger.begin(self.record.cursor, pass_.index)
 
-    def ask_in(self) -> None:
-        """Say that this worker can be a member."""
+    def ask_in(self, *, follows: bool = False) -> None:
+        """Say that this worker can be a member, or get the state for its host before."""
         fault_point("join")
         self.asked_in = True
-        self.client.ready()
+        self.client.ready(follows=follows and self._relay is not None)
 
     def enter(self, above: int, *, meet: bool = True) -> Group:
         """As `Parking.enter`; the group is this worker's from here on."""

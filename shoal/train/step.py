@@ -87,7 +87,7 @@ class Stepper:
             gradient_norm=norm,
             duration_s=time.perf_counter() - attempt.began_s,
         )
-        planned = group.commit()
+        planned = self._commit(group)
         self.pending, self.fresh = None, False
         self._sync.settle(group)
         return report, planned
@@ -120,7 +120,7 @@ class Stepper:
             if attempt.batch.last and group.rank == 0:
                 results.write(pass_.index, dict(zip(tally.metrics, totals, strict=True)), attempt.batch.hi)
         self._write_audit(group, pass_, attempt, skipped=False)
-        planned = group.commit()
+        planned = self._commit(group)
         self.fresh = False
         self._sync.settle(group)
         return True, planned
@@ -169,7 +169,7 @@ class Stepper:
         if group.leads:
             place, size = self._records.write_text(Record(), self._replica.text())
             self._records.write(group.seq + 1, replace(start, text_place=place, text_bytes=size, edits=self.edits))
-        planned = group.commit()
+        planned = self._commit(group)
         self._sync.settle(group)
         return planned
 
@@ -191,6 +191,15 @@ class Stepper:
         self._sync.transfer(group)
         if group.behind:
             group.adopt()
+
+    def _commit(self, group: Group) -> bool:
+        """The record of the commit is written on every host; followers get it too."""
+        if group.followers and group.rank == 0:
+            assert group.far is not None
+            for slot in group.followers:
+                packed = memoryview(self._records.pack(group.seq + 1))
+                group.far.post_checked(slot, group.seq + 1, RECORD, [packed])
+        return group.commit()
 
     def enter(self, record: Record) -> None:
         """The record's text is the committed one from here on."""
@@ -233,7 +242,7 @@ class Stepper:
             generation=group.generation.number, seq=group.seq + 1, pass_index=record.pass_index, epoch=record.epoch,
             step_lo=at, step_hi=at, lo=at, hi=at, ids_digest=digest([]), skipped=False,
         ))  # fmt: skip
-        planned = group.commit()
+        planned = self._commit(group)
         if not goes_on:
             assert group.far is not None
             group.far.renew("an edit came between")

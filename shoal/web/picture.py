@@ -10,7 +10,14 @@ from typing import Any
 _RADIUS = 22
 _GAP = 74
 _TOP = 44
-_COLORS = {"member": "green", "leaving": "amber", "warm": "teal", "joining": "silver", "parted": "gray"}
+_COLORS = {
+    "member": "green",
+    "leaving": "amber",
+    "warm": "teal",
+    "following": "teal",
+    "joining": "silver",
+    "parted": "gray",
+}
 _HOST_WIDE = 640
 
 
