@@ -102,6 +102,8 @@ class Source:
         self._arena, self._words, self._slot = arena, words, slot
         self._copy: list[bytes] = []
         self._told = 0
+        for word in (w.FOLLOWS, w.HOLDS):  # whoever had the slot before may have left something there
+            words.put(slot, word, 0)
         self._group: Group | None = None
 
     def enter(self, group: Group) -> None:
@@ -137,13 +139,16 @@ class Source:
         group.far.wire.expect_up_to(group.far.number, follower, frame_tag(0, ASKED, count), 8, answer)
 
     def _answer(self, group: Group, follower: int, count: int, asked: memoryview) -> None:
-        index = int.from_bytes(asked, "little")
-        if index < len(self._copy) and group.far is not None:
-            piece, wire = self._copy[index], group.far.wire
-            checksum = zlib.crc32(piece).to_bytes(4, "little")
-            wire.post(group.far.number, follower, frame_tag(0, PIECE, 2 * index), memoryview(piece))
-            wire.post(group.far.number, follower, frame_tag(0, PIECE, 2 * index + 1), memoryview(checksum))
         self._expect(group, follower, count + 1)
+        index = int.from_bytes(asked, "little")
+        if index < len(self._copy):
+            self._give(group, follower, index)
+
+    def _give(self, group: Group, follower: int, index: int) -> None:
+        assert group.far is not None
+        piece = self._copy[index]
+        for part, view in enumerate((piece, zlib.crc32(piece).to_bytes(4, "little"))):
+            group.far.wire.post(group.far.number, follower, frame_tag(0, PIECE, 2 * index + part), memoryview(view))
 
 
 @dataclass(frozen=True)
@@ -214,7 +219,6 @@ class Follower:
         self._sums = _Given(arena)
         whole = owned(arena.layout, 0, 1, 1)
         self._slice = Slice(arena, replica.optimizer, [], whole, self._sums)
-        words.put(slot, w.FOLLOWS, 0)
 
     def follow(self, group: Following, cut: Cut, caught_up: Callable[[], None]) -> None:
         """Until all enter a newer generation; or Changed. `caught_up` is called when this host has the state."""

@@ -35,6 +35,7 @@ class Case:
     accumulate: int = 1
     clip_norm: float | None = None
     batchnorm: bool = False
+    width: int = 24  # of the hidden layer
     scheduler: bool = False
     loss: str = "mean"
     stream: bool = False  # the data can only be iterated over
@@ -109,9 +110,9 @@ def data(case: Case) -> TensorDataset:
 
 def model(case: Case) -> nn.Module:
     torch.manual_seed(3)
-    layers = [nn.Linear(FEATURES, 24), nn.Tanh(), nn.Linear(24, CLASSES)]
+    layers = [nn.Linear(FEATURES, case.width), nn.Tanh(), nn.Linear(case.width, CLASSES)]
     if case.batchnorm:
-        layers.insert(1, nn.BatchNorm1d(24))
+        layers.insert(1, nn.BatchNorm1d(case.width))
     return nn.Sequential(*layers).to(getattr(torch, case.dtype))
 
 
