@@ -457,6 +457,59 @@ def test_numbers_a_worker_has_seen_are_not_used_again_even_without_a_journal() -
     assert generation.number == 42
 
 
+def test_the_first_newcomer_of_a_host_without_the_state_follows_and_the_others_wait_for_it() -> None:
+    script = Script(max_size=8, target=2)
+    script.come("a-w0", "a-w1")
+    script.settle()
+    for worker_id in ("b-w0", "b-w1", "c-w0"):
+        script.feed(m.on_join(script.membership, worker_id, worker_id[0], script.now))
+        script.feed(m.on_ready(script.membership, worker_id, follows=True))
+    followed = script.settle()
+    assert followed is not None
+    assert (ids(followed.members), ids(followed.followers)) == (["a-w0", "a-w1"], ["b-w0", "c-w0"])
+    script.feed(m.on_join(script.membership, "d-w0", "d", script.now))
+    script.feed(m.on_ready(script.membership, "d-w0", follows=True))
+    assert script.settle() is None  # those who follow begin together
+    script.feed(m.on_caught_up(script.membership, "b-w0"))
+    joined = script.settle()
+    assert joined is not None
+    assert not joined.fault
+    assert (ids(joined.members), ids(joined.followers)) == (["a-w0", "a-w1", "b-w0", "b-w1"], ["c-w0"])
+    script.feed(m.on_gone(script.membership, "c-w0"))
+    lost = script.settle()
+    assert lost is not None
+    assert lost.fault  # the members waited for its words
+    assert ids(lost.followers) == ["d-w0"]
+
+
+def test_a_follower_becomes_a_member_when_those_who_have_the_state_are_too_few() -> None:
+    script = Script(min_size=2, max_size=8, target=2)
+    script.come("a-w0", "a-w1")
+    script.settle()
+    script.feed(m.on_join(script.membership, "b-w0", "b", script.now))
+    script.feed(m.on_ready(script.membership, "b-w0", follows=True))
+    followed = script.settle()
+    assert followed is not None
+    assert ids(followed.followers) == ["b-w0"]
+    script.feed(m.on_gone(script.membership, "a-w1"))
+    joined = script.settle()
+    assert joined is not None
+    assert (ids(joined.members), ids(joined.followers), joined.paused) == (["a-w0", "b-w0"], [], False)
+
+
+def test_a_follower_that_is_to_leave_is_a_leaver() -> None:
+    script = Script(max_size=8, target=1)
+    script.come("a-w0")
+    script.settle()
+    script.feed(m.on_join(script.membership, "b-w0", "b", script.now))
+    script.feed(m.on_ready(script.membership, "b-w0", follows=True))
+    script.settle()
+    script.feed(m.on_leave(script.membership, "b-w0"))
+    left = script.settle()
+    assert left is not None
+    assert (ids(left.members), ids(left.leavers), left.fault) == (["a-w0"], ["b-w0"], False)
+
+
 class AnySequence(RuleBasedStateMachine):
     """Events in any order, settled at any time, with a restart from the journal at any time."""
 
@@ -490,24 +543,31 @@ class AnySequence(RuleBasedStateMachine):
         return data.draw(st.sampled_from(among)) if among else "nobody"
 
     @precondition(lambda self: self.count < 12)
-    @rule(launched=st.booleans())
-    def join(self, launched: bool) -> None:
-        self.feed(m.on_join(self.membership, f"w{self.count}", "here", self.now, launched=launched))
+    @rule(launched=st.booleans(), host=st.sampled_from(["here", "there", "elsewhere"]))
+    def join(self, launched: bool, host: str) -> None:
+        self.feed(m.on_join(self.membership, f"w{self.count}", host, self.now, launched=launched))
         self.count += 1
 
     @precondition(lambda self: self.count < 12)
-    @rule()
-    def arrive(self) -> None:
+    @rule(host=st.sampled_from(["here", "there", "elsewhere"]), follows=st.booleans())
+    def arrive(self, host: str = "here", follows: bool = False) -> None:
         worker_id = f"w{self.count}"
-        self.join(launched=True)
-        self.feed(m.on_ready(self.membership, worker_id))
+        self.join(launched=True, host=host)
+        self.feed(m.on_ready(self.membership, worker_id, follows))
+
+    @precondition(lambda self: self.membership.in_state(State.FOLLOWING))
+    @rule(data=st.data())
+    def catch_up(self, data: st.DataObject) -> None:
+        self.feed(m.on_caught_up(self.membership, self.some(data, State.FOLLOWING)))
 
     @rule(data=st.data())
     def join_again(self, data: st.DataObject) -> None:
         worker_id = self.some(data)
         if worker_id != "nobody":
             slot = self.slot_of(worker_id)
-            self.feed(m.on_join(self.membership, worker_id, "here", self.now, self.membership.number))
+            known = self.membership.worker(worker_id)
+            assert known is not None
+            self.feed(m.on_join(self.membership, worker_id, known.member.host, self.now, self.membership.number))
             assert self.slot_of(worker_id) == slot
 
     def slot_of(self, worker_id: str) -> int:
@@ -539,7 +599,8 @@ class AnySequence(RuleBasedStateMachine):
         worker_id = self.some(data)
         if worker_id == "nobody":
             return
-        if worker_id in self.became_member and worker_id not in self.byes:
+        listed = bool(self.published) and self.published[-1].lists(worker_id)
+        if (worker_id in self.became_member or listed) and worker_id not in self.byes:
             self.owed.add(worker_id)
         self.feed(m.on_gone(self.membership, worker_id))
         self.gone.add(worker_id)
@@ -573,13 +634,15 @@ class AnySequence(RuleBasedStateMachine):
 
     @rule()
     def settle(self) -> None:
-        warm = {worker.worker_id for worker in self.membership.in_state(State.WARM, State.MEMBER)}
+        able = self.membership.in_state(State.WARM, State.FOLLOWING, State.MEMBER)
+        warm = {worker.worker_id for worker in able}
         before: Membership = self.membership
         self.membership, instructions = m.settle(self.membership)
         self.byes |= {each.worker_id for each in instructions if isinstance(each, Bye)}
         generations = [each.generation for each in instructions if isinstance(each, Publish)]
         if not generations:
             assert not self.owed or not self.membership.in_state(State.MEMBER, State.LEAVING)
+            assert not self.membership.in_state(State.FOLLOWING) or self.membership.in_state(State.MEMBER)
             return
         (generation,) = generations
         members, leavers = ids(generation.members), ids(generation.leavers)
@@ -590,6 +653,16 @@ class AnySequence(RuleBasedStateMachine):
         assert set(members) <= warm
         assert len(members) <= self.membership.max_size
         assert generation.fault == bool(self.owed)
+        homes = {member.host for member in generation.members}
+        assert not generation.followers or len(members) >= before.min_size
+        behind = [
+            it
+            for it in generation.followers
+            if not (found := self.membership.worker(it.worker_id)) or not found.caught_up
+        ]
+        assert len({it.host for it in behind}) == len(behind)
+        assert not {it.host for it in behind} & homes
+        assert not set(ids(generation.followers)) & (set(members) | set(leavers) | self.gone | self.byes)
         assert generation.paused == (len(members) < before.min_size and not before.finishing)
         self.became_member += [worker_id for worker_id in members if worker_id not in self.became_member]
         assert members == sorted(members, key=self.became_member.index)
