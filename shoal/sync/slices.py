@@ -135,7 +135,8 @@ class Slice:
                 )
                 stepper.run(parity, sources, 1.0 if scale is None else scale, _midway)
             else:
-                gradient = self._reduced(index, run) if scale is None else self._gradients[index].mul_(scale)
+                # Not in place: it may still be on its way to a follower.
+                gradient = self._reduced(index, run) if scale is None else self._gradients[index] * scale
                 general.append((run, gradient))
         if general:
             fault_point("reduce")

@@ -8,8 +8,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from shoal.control.rundir import RunDir
+from shoal.data import fed
 from shoal.metrics import POINTS
-from shoal.testing import FaultPlan, LocalJob
+from shoal.testing import FaultPlan, JobResult, LocalJob
 from tests.job.test_faults import MANY, SCRIPT, check
 from tests.job.training import Case
 
@@ -29,6 +31,33 @@ def test_two_hosts_lose_a_worker_each_and_nothing_shows_in_the_result(tmp_path: 
     result = job_on(LAYOUTS["2 x 2"], case, tmp_path, plan).run()
     check(case, result)
     assert {event["worker_id"] for event in result.of("lost")} == {"a-w1", "b-w0"}
+
+
+def steps_followed(result: JobResult, folder: Path) -> int:
+    """How many commits there were while somebody followed."""
+    numbers = {event["number"] for event in result.of("generation") if event["followers"]}
+    records = fed.read(RunDir(folder).audit)
+    return len({int(it["seq"]) for it in records if int(it["generation"]) in numbers})
+
+
+def test_a_host_that_comes_gets_the_state_while_the_others_train(tmp_path: Path) -> None:
+    case = Case(str(tmp_path / "out"), optimizer="sgd", epochs=5, width=20_000, clip_norm=5.0, scheduler=True)
+    plan = FaultPlan().kill("b-w0", step=8, during="reduce").kill("b-w1", step=None, during="follow")
+    result = job_on("localhost/a:2,localhost/b:1", case, tmp_path, plan).run()
+    check(case, result)
+    assert {event["worker_id"] for event in result.of("lost")} == {"b-w0", "b-w1"}
+    assert result.of("caught_up")[-1]["worker_id"] == "b-w2"
+    assert steps_followed(result, tmp_path / "run") > 1
+
+
+@pytest.mark.slow
+def test_random_kills_while_hosts_get_the_state(tmp_path: Path) -> None:
+    case = Case(str(tmp_path / "out"), optimizer="sgd", epochs=150, width=8_000, scheduler=True)
+    plan = FaultPlan().chaos(seed=5, rate=0.004, limit=40).chaos(seed=6, rate=0.2, limit=40, during=["follow"])
+    result = job_on(LAYOUTS["3 x 1"], case, tmp_path, plan).run(600)
+    check(case, result)
+    assert len(result.of("lost")) >= 30
+    assert result.of("caught_up")
 
 
 @pytest.mark.slow
