@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -321,10 +322,9 @@ class AllReduce(Sync):
             self._load_buffers(group.seq)  # those of the forward that went wrong are not kept either
         else:
             self._slice.plan(seq)
-            scale = None if self._exchange is None else 1.0
-            if self._exchange is not None or verdict.clip_norm is not None:
-                self._slice.reduce()
+            scale = None
             if verdict.clip_norm is not None:
+                self._slice.reduce()
                 group.words.set_value(group.slot, w.NORM, self._slice.square())
                 group.reduced()
                 # Those of one host, which has all slices: elsewhere they may be cut, and so rounded, in another way.
@@ -332,7 +332,7 @@ class AllReduce(Sync):
                 scale = min(1.0, verdict.clip_norm / (norm + 1e-6))
             if group.followers:
                 rate, marks = verdict.learning_rate_factor, self._slice.marks()
-                self._source.tell(Told(step, STEPPED, "all", 0, scale or 1.0, rate, marks))
+                self._source.tell(Told(step, STEPPED, "all", 0, math.nan if scale is None else scale, rate, marks))
             with self._replica.rates_times(verdict.learning_rate_factor):
                 self._slice.step(seq, scale)
             if self._exchange is not None and group.leads and len(group.places.members) > 1:

@@ -4,7 +4,7 @@ exchanged as soon as it is reduced."""
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -197,8 +197,8 @@ class Exchange:
                     parts = [self._lanes[lane].flat[run.segment][lo:hi] for lane in run.lanes]
                     sources.append((self.view(run.segment, lo, hi), parts))
 
-    def run(self) -> None:
-        """Give the chunks that are left, and take all sums."""
+    def run(self) -> Iterator[Range]:
+        """Give the chunks that are left, and take all sums, as they come."""
         left = list(self._left)
         for at, chunk in enumerate(left):
             if at == len(left) // 2:
@@ -209,8 +209,8 @@ class Exchange:
         if not left:
             fault_point("reduce")
         self._left = {}
-        for _ in self._sums.take():
-            pass
+        for chunk in self._sums.take():
+            yield self._pieces[chunk]
 
     def give_up(self) -> Sent:
         """The step does not come. "some" have given of it and others have not, so that what they gave is in the way of

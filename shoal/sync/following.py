@@ -8,11 +8,12 @@ Members wait for a follower only where they commit, until it has received what t
 
 from __future__ import annotations
 
+import math
 import queue
 import struct
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -27,7 +28,7 @@ from shoal.sync.arena import Arena
 from shoal.sync.exchange import Cut, Sent
 from shoal.sync.group import Following, Group, Standing
 from shoal.sync.hosts import ASKED, BUFFERS, COMMIT, PIECE, RECORD, STATE, SUM, Far, frame_tag, pieces_of
-from shoal.sync.ranges import Run, owned
+from shoal.sync.ranges import Range, Run, owned
 from shoal.sync.record import Records
 from shoal.sync.replica import Replica
 from shoal.sync.slices import Slice
@@ -55,7 +56,7 @@ class Told:
     kind: int
     sums: Sent = "none"  # of the gradients, whatever becomes of them
     source: int = 0  # the slot of who gives the state
-    scale: float = 1.0  # of the gradients
+    scale: float = math.nan  # of the gradients, where they are clipped
     rate: float = 1.0  # what learning rates are multiplied with
     present: bytes = b""  # which tensors have gradients, as bits
 
@@ -158,6 +159,7 @@ class _Commit:
     told: Told
     record: bytes
     sums: list[torch.Tensor] = field(default_factory=list)  # by segment
+    pieces: Sequence[Range] = ()
     buffers: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -270,7 +272,7 @@ class Follower:
 
     def _receive(self, far: Far, rank_0: int, told: Told, receiving: _Receiving | None) -> _Commit:
         """All of a commit that comes, in the order in which rank 0 sends it."""
-        seq, sums = seq_of(told.step), list[torch.Tensor]()
+        seq = seq_of(told.step)
         if told.kind == GIVEN:
             if not self.live:
                 # It counts more than all that came before, and may lie over it: if it is not committed, begin again.
@@ -283,9 +285,9 @@ class Follower:
             far.take(rank_0, seq, BUFFERS, [bytes_of(it) for it in buffers])
         record = bytearray(Records.packed_bytes)
         far.take_checked(rank_0, seq, RECORD, [memoryview(record)])
-        if receiving is not None:
-            sums = receiving.finish(told.sums)
-        return _Commit(told, bytes(record), sums, buffers)
+        if receiving is None:
+            return _Commit(told, bytes(record), buffers=buffers)
+        return _Commit(told, bytes(record), receiving.finish(told.sums), receiving.pieces, buffers)
 
     def _committed(self, step: int) -> None:
         commit, self._unsure = self._unsure, None
@@ -329,11 +331,13 @@ class Follower:
         if told.kind == STEPPED:
             record = self._records.read(seq)
             self._replica.take_text(self._records.text(record.text_place, record.text_bytes))
-            self._sums.set(commit.sums, told.present)
+            self._sums.set(commit.sums, told.present, commit.pieces)
             self._slice.plan(seq)
-            self._slice.reduce()
+            scale = None if math.isnan(told.scale) else told.scale
+            if scale is not None:
+                self._slice.reduce()
             with self._replica.rates_times(told.rate):
-                self._slice.step(seq, told.scale)
+                self._slice.step(seq, scale)
         else:
             self._slice.carry(seq)
         for places, moved in zip(arena.buffers, commit.buffers, strict=True):
@@ -345,7 +349,7 @@ class _Receiving:
     """The sums of one step, as they come from those who add them."""
 
     def __init__(self, far: Far, cut: Cut, arena: Arena, narrow: torch.dtype | None, seq: int) -> None:
-        self._far, self._seq = far, seq
+        self._far, self._seq, self.pieces = far, seq, cut.pieces
         self._come: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         layout = arena.layout
         self._sums = [torch.empty(it.numel, dtype=dtype_sent(it.dtype, narrow)) for it in layout.segments]
@@ -373,9 +377,12 @@ class _Given:
     def __init__(self, arena: Arena) -> None:
         self._segments, self._tensors = arena.layout.segments, arena.layout.tensors
         self._sums: Sequence[torch.Tensor] = ()
+        self._pieces: Sequence[Range] = ()
         self._present: npt.NDArray[np.uint8] = np.zeros(self._tensors, dtype=np.uint8)
 
-    def set(self, sums: Sequence[torch.Tensor], present: bytes) -> None:
+    def set(self, sums: Sequence[torch.Tensor], present: bytes, pieces: Sequence[Range]) -> None:
+        """`pieces`: in which the members have stepped it."""
+        self._pieces = pieces
         self._sums = [it.to(segment.dtype) for it, segment in zip(sums, self._segments, strict=True)]
         self._present = np.unpackbits(np.frombuffer(present, dtype=np.uint8), count=self._tensors)
 
@@ -385,8 +392,8 @@ class _Given:
     def plan(self, runs: Sequence[Run]) -> None:
         pass
 
-    def run(self) -> None:
-        pass
+    def run(self) -> Iterator[Range]:
+        return iter(self._pieces)
 
     def view(self, segment: int, lo: int, hi: int) -> torch.Tensor:
         return self._sums[segment][lo:hi]

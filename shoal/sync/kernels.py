@@ -138,6 +138,7 @@ class ChunkedStep:
         """`old_new[parity]`: whole-run tensors to read from and to write to when stepping into `parity`."""
         self.kernel = kernel
         size = CHUNK * torch.get_num_threads()
+        self._whole = old_new
         self._bounds = [(lo, min(lo + size, numel)) for lo in range(0, numel, size)]
         self._chunks = [
             [(tuple(t[lo:hi] for t in old), tuple(t[lo:hi] for t in new)) for lo, hi in self._bounds]
@@ -164,6 +165,16 @@ class ChunkedStep:
             if index == middle:
                 midway()
             self.kernel.chunk(gradient, scratch, old, new)
+
+    def run_part(self, parity: int, at: int, gradient: torch.Tensor) -> None:
+        """Step the elements from `at` on, of which this is the gradient."""
+        old, new = self._whole[parity]
+        size = self._scratch.numel()
+        for lo in range(0, gradient.numel(), size):
+            part = gradient[lo : lo + size]
+            here = slice(at + lo, at + lo + part.numel())
+            chunk = (tuple(t[here] for t in old), tuple(t[here] for t in new))
+            self.kernel.chunk(part, self._scratch[: part.numel()], *chunk)
 
     def _cut(self, sources: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         key = tuple(source.data_ptr() for source in sources)

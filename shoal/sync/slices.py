@@ -6,7 +6,7 @@ scalars, state there or not yet). When all is well that is one run a parameter g
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -33,8 +33,8 @@ class Summed(Protocol):
     def plan(self, runs: Sequence[Run]) -> None:
         """What the slice is made of, until the next plan."""
 
-    def run(self) -> None:
-        """Until all sums of the slice are there."""
+    def run(self) -> Iterator[Range]:
+        """What is summed, as it comes, until all of the slice is."""
 
     def view(self, segment: int, lo: int, hi: int) -> torch.Tensor:
         """These elements of them."""
@@ -85,7 +85,8 @@ class Slice:
     def reduce(self) -> None:
         """Reduce the slice into private memory, over all hosts. Changed, when one of them is not heard any more."""
         if self._exchange is not None:
-            self._exchange.run()
+            for _ in self._exchange.run():
+                pass
             self._gradients = {
                 index: self._exchange.view(run.segment, run.lo, run.hi)
                 for index, run in enumerate(self._runs)
@@ -109,10 +110,12 @@ class Slice:
         return total
 
     def step(self, seq: int, scale: float | None) -> None:
-        """Write the slice of commit `seq`. `scale` multiplies gradients that `reduce` has left; None: reduce here."""
+        """Write the slice of commit `seq`. `scale` multiplies gradients that `reduce` has left; None: reduce here, and
+        step what other hosts have a part in as it comes."""
         parity = seq & 1
         scalars_old, scalars_new = self._arena.scalars[1 - parity], self._arena.scalars[parity]
-        general: list[tuple[Run, torch.Tensor]] = []
+        general: list[tuple[int, Run]] = []
+        awaited: list[tuple[Run, ChunkedStep]] = []
         if not self._runs:
             fault_point("reduce")
             fault_point("optimizer")
@@ -128,24 +131,39 @@ class Slice:
                 before = {key: float(scalars_old[keys.index(key), run.tensors.start]) for key in stepper.kernel.scalars}
                 for name, value in stepper.kernel.begin(group, before, run.born).items():
                     scalars_new[keys.index(name), tensors] = value
-                sources = (
-                    [self._lanes[lane].flat[run.segment][run.lo : run.hi] for lane in run.lanes]
-                    if scale is None
-                    else [self._gradients[index]]
-                )
-                stepper.run(parity, sources, 1.0 if scale is None else scale, _midway)
+                if scale is not None:
+                    stepper.run(parity, [self._gradients[index]], scale, _midway)
+                elif self._exchange is not None:
+                    awaited.append((run, stepper))
+                else:
+                    lanes = [self._lanes[lane].flat[run.segment][run.lo : run.hi] for lane in run.lanes]
+                    stepper.run(parity, lanes, 1.0, _midway)
             else:
-                # Not in place: it may still be on its way to a follower.
-                gradient = self._reduced(index, run) if scale is None else self._gradients[index] * scale
-                general.append((run, gradient))
+                general.append((index, run))
+        if scale is None and self._exchange is not None:
+            self._step_as_summed(self._exchange, awaited, parity)
         if general:
             fault_point("reduce")
             built = self._general[parity]
             if built is None:
-                built = self._general[parity] = General(
-                    self._arena, self._optimizer, [run for run, _ in general], parity
-                )
-            built.step([gradient for _, gradient in general])
+                runs = [run for _, run in general]
+                built = self._general[parity] = General(self._arena, self._optimizer, runs, parity)
+            built.step([self._gradient(index, run, scale) for index, run in general])
+
+    def _step_as_summed(self, exchange: Summed, runs: Sequence[tuple[Run, ChunkedStep]], parity: int) -> None:
+        for piece in exchange.run():
+            for run, stepper in runs:
+                lo, hi = max(run.lo, piece.lo), min(run.hi, piece.hi)
+                if run.segment == piece.segment and lo < hi:
+                    stepper.run_part(parity, lo - run.lo, exchange.view(run.segment, lo, hi))
+        fault_point("optimizer")
+
+    def _gradient(self, index: int, run: Run, scale: float | None) -> torch.Tensor:
+        if scale is not None:
+            return self._gradients[index] * scale  # not in place: it may still be on its way to a follower
+        if self._exchange is not None:
+            return self._exchange.view(run.segment, run.lo, run.hi)
+        return self._reduced(index, run)
 
     def carry(self, seq: int) -> None:
         """Write the slice of commit `seq` as it was in the one before: a step that is skipped."""
