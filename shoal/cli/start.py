@@ -12,12 +12,13 @@ import typer
 
 from shoal import checkpoints, errors
 from shoal.cli.hosts import named_hosts
-from shoal.cli.job import check_script, resumed, run_job
+from shoal.cli.job import check_script, checked_address, resumed, run_job
 from shoal.cli.options import (
     DirOption,
     InitOption,
     JobArgument,
     MutualOption,
+    PlainTextOption,
     QuietOption,
     TlsOption,
     WorkersOption,
@@ -25,9 +26,10 @@ from shoal.cli.options import (
     parse_bytes,
 )
 from shoal.cli.shell import app
-from shoal.control import prometheus, rundir, tls
+from shoal.control import prometheus, rundir
 from shoal.control.rundir import RunDir
 from shoal.control.timeouts import DEFAULT_BUDGET_S, Timeouts
+from shoal.launch.fleet import home_address
 from shoal.launch.relaunch import Relaunch
 from shoal.launch.screen import Screen
 from shoal.launch.settings import JobSettings, parse_size
@@ -127,6 +129,7 @@ def run(
     ] = False,
     certificates: TlsOption = None,
     mutual: MutualOption = False,
+    plain_text: PlainTextOption = False,
     quiet: QuietOption = False,
 ) -> int:
     """Train with a script, on this machine or on several, while workers come and go."""
@@ -164,16 +167,16 @@ def run(
         follows_slots=workers is None or ":" in workers,
         tls=str(certificates.absolute()) if certificates is not None else "",
         mutual=mutual,
+        plain_text=plain_text,
     )
     check_script(script)
-    if certificates is not None:
-        tls.check(certificates, mutual)
+    address = checked_address(settings)
     if init_from is not None:
         checkpoints.weights(init_from)
     kept = asdict(settings)
     run_dir = RunDir.create(directory, kept) if directory else rundir.create_default(script, kept)
     with run_dir.held():
-        return run_job(run_dir, settings, Screen(quiet))
+        return run_job(run_dir, settings, address, Screen(quiet))
 
 
 @app.command(
@@ -198,6 +201,7 @@ def resume(
         size = parse_size(workers, len(os.sched_getaffinity(0)))
         settings = replace(settings, min=size.min, max=size.max, target=size.target)
     check_script(Path(settings.script))
+    address = home_address(settings)
     screen = Screen(quiet)
     with run_dir.held():
         newest, damaged = checkpoints.newest_whole(run_dir.checkpoints)
@@ -217,4 +221,4 @@ def resume(
             screen.tell("there is no checkpoint to go on from: the job begins anew")
         else:
             screen.tell(f"going on from {newest.path.name}: step {newest.step:,}, epoch {newest.manifest['epoch'] + 1}")
-        return run_job(run_dir, settings, screen, resumed(run_dir, newest), newest)
+        return run_job(run_dir, settings, address, screen, resumed(run_dir, newest), newest)

@@ -24,7 +24,8 @@ from typing import Any
 from shoal import __version__, errors
 from shoal.control.client import LauncherClient
 from shoal.control.environment import WorkerEnvironment
-from shoal.control.rundir import RunDir, write_atomically
+from shoal.control.invitation import Invitation
+from shoal.control.rundir import RunDir
 from shoal.control.timeouts import Timeouts
 from shoal.launch.host import Ending, HostKeeper, Owner, Place
 from shoal.launch.hosts import own_address
@@ -80,9 +81,8 @@ def host(told: Told) -> Iterator[Host]:
         return
     _sweep()
     with tempfile.TemporaryDirectory(prefix=_OWN) as folder:
-        own = RunDir.create(Path(folder) / Path(told.dir).name, dict(told.settings))
-        write_atomically(own.token_file, told.token)
-        own.write_address(told.address)
+        invitation = Invitation(told.address, told.token, told.certificates)
+        own = invitation.accept(Path(folder) / Path(told.dir).name, told.settings)
         with own.held():
             yield Host(told, own, False, settings)
 
@@ -154,8 +154,11 @@ class Session(Owner):
         environment = self._host.environment
         self._link = link = self._keeper.connect(environment)
         loop = asyncio.get_running_loop()
-        latest_s = loop.time() + self._timeouts.join_s
+        began_s = loop.time()
+        latest_s = began_s + self._timeouts.join_s
         while not link.answered:
+            if link.refused is not None and loop.time() > began_s + self._timeouts.budget_s:
+                return self.lost(link.refused)  # before that, it may be another's port for now
             if link.token_refused:
                 return self.lost(errors.TokenRefused(f"{self._host.told.address} refused the token; give this job's"))
             if loop.time() > latest_s:

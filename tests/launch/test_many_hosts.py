@@ -293,8 +293,7 @@ def alive(process: psutil.Process) -> bool:
 def test_a_host_joins_by_hand_and_leaves_with_ctrl_c_while_the_job_goes_on(tmp_path: Path) -> None:
     with running(tmp_path, "-n", "1", "--address", "127.0.0.1", "--budget", "2") as run:
         run.until(lambda: run.members() == ["w0"])
-        address, token = RunDir(run.dir).address(), run.dir / "token"
-        words = ("join", str(address), "--token-file", str(token), "--slots", "2", "--host-name", "spare")
+        words = ("join", str(run.dir / "invitation"), "--slots", "2", "--host-name", "spare")
         with open(tmp_path / "joined", "w") as output:
             joined = run.start(*words, output=output)
         try:
