@@ -77,7 +77,12 @@ def join(
 def _described(invitation: Invitation, host: str, slots: int) -> Told:
     """What the coordinator says of its job."""
     with tempfile.TemporaryDirectory(prefix="shoal-join-") as folder:
-        job = commands.describe(invitation.accept(Path(folder) / "asking", {}))
+        try:
+            job = commands.describe(invitation.accept(Path(folder) / "asking", {}))
+        except errors.JobNotFound:
+            raise errors.JobNotFound(
+                f"nobody answers at {invitation.address}; is the job over? else copy its invitation again"
+            ) from None
     settings = JobSettings.read({**job["settings"], "address": ""})  # which is not this machine's
     environment = WorkerEnvironment(
         threads=settings.threads or 0,

@@ -33,7 +33,9 @@ from shoal.testing.faults import lose_journal
 DEADLINE_S = 90.0
 ROOT = str(Path(shoal.__file__).parents[1])
 SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin")
-needs_sshd = pytest.mark.skipif(SSHD is None or shutil.which("ssh") is None, reason="ssh or sshd is not installed")
+needs_sshd = pytest.mark.skipif(
+    SSHD is None or shutil.which("ssh") is None, reason="needs ssh and sshd (Debian: openssh-server)"
+)
 
 # It goes on until the file `enough` is there, so that nothing depends on how fast it is.
 LEASED = """
@@ -162,6 +164,8 @@ def ssh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
             f" StrictHostKeyChecking no\n UserKnownHostsFile {folder}/known\n LogLevel ERROR\n"
         )
     assert SSHD is not None
+    if os.geteuid() == 0:  # where the system's own service never ran, Debian's sshd misses it
+        Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
     server = subprocess.Popen([SSHD, "-D", "-e", "-f", str(folder / "sshd_config")], stderr=subprocess.PIPE, text=True)
     try:
         assert server.stderr is not None
