@@ -71,10 +71,10 @@ def join(
     name = host_name or socket.gethostname()
     if not is_name(name):
         raise errors.SettingsContradict(f"--host-name {name} is no name; take letters, digits, dots and dashes")
-    return joining.by_hand(_described(Invitation.read(invitation), name, slots or joining.cores()), Screen(quiet))
+    return joining.by_hand(described(Invitation.read(invitation), name, slots or joining.cores()), Screen(quiet))
 
 
-def _described(invitation: Invitation, host: str, slots: int) -> Told:
+def described(invitation: Invitation, host: str, slots: int) -> Told:
     """What the coordinator says of its job."""
     with tempfile.TemporaryDirectory(prefix="shoal-join-") as folder:
         try:

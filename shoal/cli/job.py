@@ -7,6 +7,7 @@ import functools
 import os
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -61,6 +62,7 @@ def run_job(
     screen: Screen,
     origin: Origin = BEGINNING,
     checkpoint: Checkpoint | None = None,
+    launcher: Callable[..., LocalLauncher] = LocalLauncher,
 ) -> int:
     """`address`: of this machine for the job's other hosts; empty if there are none."""
     met_at = address or tls.LOOPBACK
@@ -83,7 +85,7 @@ def run_job(
     )
     fleet = fleet_of(settings, run_dir, environment)
     make_launcher = functools.partial(
-        LocalLauncher,
+        launcher,
         Path(settings.script),
         list(settings.args),
         run_dir.logs,

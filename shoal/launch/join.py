@@ -100,8 +100,14 @@ def _sweep() -> None:
 class Session(Owner):
     """One life of this host in the job. `over` when the job goes on without it and it may come again: `again`."""
 
-    def __init__(self, host: Host, screen: Screen, on_up: Callable[[], None] = lambda: None) -> None:
-        self._host, self._screen, self._on_up = host, screen, on_up
+    def __init__(
+        self,
+        host: Host,
+        screen: Screen,
+        on_up: Callable[[], None] = lambda: None,
+        launcher: Callable[..., LocalLauncher] = LocalLauncher,
+    ) -> None:
+        self._host, self._screen, self._on_up, self._make_launcher = host, screen, on_up, launcher
         self._timeouts = host.settings.timeouts
         self._draining = False
         self._ending: Ending | None = None
@@ -117,7 +123,7 @@ class Session(Owner):
         self._over = asyncio.Event()
         self._tasks = Tasks(self.lost)
         make_launcher = functools.partial(
-            LocalLauncher,
+            self._make_launcher,
             Path(settings.script),
             list(settings.args),
             host.run_dir.logs,
@@ -408,11 +414,14 @@ def cores() -> int:
 # ---- by hand ---------------------------------------------------------------------------------------------------------
 
 
-def by_hand(told: Told, screen: Screen) -> int:
+def by_hand(told: Told, screen: Screen, launcher: Callable[..., LocalLauncher] = LocalLauncher) -> int:
     """Until the job ends, or Ctrl-C. The exit status."""
 
     async def take_part(here: Host) -> int:
-        sessions = [Session(here, screen, on_up=lambda: screen.say(f"{told.host} is in the job; Ctrl-C leaves it"))]
+        def say_up() -> None:
+            screen.say(f"{told.host} is in the job; Ctrl-C leaves it")
+
+        sessions = [Session(here, screen, say_up, launcher)]
         signals: list[int] = []
 
         def on_signal(signum: int) -> None:
@@ -431,7 +440,7 @@ def by_hand(told: Told, screen: Screen) -> int:
             await asyncio.sleep(sessions[-1].rest_s)
             if signals:
                 return 0
-            sessions.append(Session(here, screen))
+            sessions.append(Session(here, screen, launcher=launcher))
 
     with host(told) as here:
         return asyncio.run(take_part(here))
