@@ -51,7 +51,7 @@ def torchrun(
     screen = _Screen(quiet=False)
     if environment.invitation:
         invitation = Invitation.read(Path(environment.invitation))
-        return join.by_hand(described(invitation, socket.gethostname(), round_.size), screen, launcher)
+        return join.by_hand(described(invitation, f"{socket.gethostname()}-{agent}", round_.size), screen, launcher)
     path = Path(environment.dir) if environment.dir else _path_of(script, agent)
     if round_.restart and (path / "job.json").exists():
         run_dir = RunDir.open(path)

@@ -482,10 +482,11 @@ class Coordinator:
             if version != ours.get(what, version):
                 return f"{hello.host} has {what} {version}, the job {ours[what]}; install the same on every host"
         known = self._membership.host(hello.host)
-        if known is None or known.life in ("", hello.life) or hello.host not in self._launchers:
+        if known is None or known.life in ("", hello.life):
             return None
-        if now - known.heard_at > self._membership.timeouts.budget_s / 2:
-            return None  # it is being lost
+        silent = now - known.heard_at > self._membership.timeouts.budget_s / 2
+        if (silent or hello.host not in self._launchers) and not (known.home and not hello.home):
+            return None  # it is being lost, which the job's own host never is
         return f"the job has a host {hello.host} already; name this one with --host-name"
 
     def _heard_launcher(self, host: str, kind: str, body: Any) -> None:

@@ -100,10 +100,12 @@ class Hall:
             self._alone.cancel()
 
     def _accept(self) -> None:
-        connection, _ = self._listener.accept()
-        pid, uid, _ = _CREDENTIALS.unpack(
-            connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        )
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # it has gone again
+            return
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        pid, uid, _ = _CREDENTIALS.unpack(credentials)
         try:
             if uid != os.getuid():
                 raise PermissionError
