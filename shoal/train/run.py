@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import signal
@@ -18,6 +19,7 @@ from shoal.control.timeouts import Timeouts
 from shoal.control.torchrun import Torchrun
 from shoal.metrics import write_end
 from shoal.sync.memory import Channel, OwnMemory, keep_freed_memory
+from shoal.train.failure import last_words
 from shoal.train.reconfigure import Leave, Placement
 from shoal.train.torchrun import arrive
 from shoal.train.worker import Worker
@@ -73,11 +75,15 @@ def _run_as_guest(main: Callable[[Worker], None], torchrun: Torchrun, environmen
     except Leave:
         exit_code = 0
         raise
-    except errors.ShoalError as error:  # the launcher says it
-        exit_code = errors.exit_code(error)
-        sys.exit(exit_code)
     except SystemExit as exit:
         exit_code = exit.code if isinstance(exit.code, int) else 1
+        raise
+    except Exception as problem:
+        packet, exit_code = last_words(problem, os.path.abspath(sys.argv[0]))
+        with contextlib.suppress(OSError):
+            Channel(socket.socket(fileno=os.dup(told.channel_fd))).send(packet)
+        if isinstance(problem, errors.ShoalError):  # the launcher says it
+            sys.exit(exit_code)
         raise
     finally:
         for signum, handler in before.items():

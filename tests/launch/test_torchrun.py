@@ -41,6 +41,8 @@ SCRIPT = """
         x = torch.randn(64, 4)
         data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
         print(worker.id, "is rank", os.environ["RANK"], flush=True)
+        if os.environ["RANK"] == os.environ.get("FAILS"):
+            raise ValueError("on purpose")
         for epoch in range(100000):
             for a, b in worker.batches(data, batch_size=8, epochs=1, num_workers=LOADERS):
                 worker.step(((model(a) - b) ** 2).mean())
@@ -165,6 +167,17 @@ def test_whatever_ends_nothing_is_left(tmp_path: Path, fate: str) -> None:
         newest, _ = checkpoints.newest_whole(run.run_dir.checkpoints)
         assert newest is not None
         assert newest.step == run.steps()[-1], "stopped with a checkpoint of its last step"
+
+
+@pytest.mark.slow
+def test_a_script_that_fails_is_one_line_beside_its_traceback(tmp_path: Path) -> None:
+    with torchrun(tmp_path, FAILS="1") as run:
+        run.ended(None)
+    lines = run.printed().split("\n")
+    assert [line for line in lines if "shoal: " in line] == [
+        "shoal: ScriptFailed: train.py, line 18: ValueError: on purpose"
+    ]
+    assert lines.count("ValueError: on purpose") == 1
 
 
 @pytest.mark.slow
