@@ -7,9 +7,11 @@ import signal
 import socket
 import ssl
 import stat
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -20,6 +22,7 @@ from shoal.control import certificates, commands, tls
 from shoal.control.invitation import Invitation
 from shoal.control.rundir import RunDir
 from shoal.errors import RunDirUnusable
+from shoal.launch.remote import Told, line_of
 from tests.launch.test_many_hosts import DEADLINE_S, processes_in, running
 
 TOKEN = "a-token-that-nobody-may-hear"
@@ -183,3 +186,33 @@ def test_a_job_whose_certificates_are_gone_does_not_fall_back_to_plain_text(tmp_
         commands.status(run_dir)
     accepted = Invitation("192.0.2.7:4000", TOKEN, {}).accept(tmp_path / "other", {})
     assert accepted.tls() is None, "a job that was started with --no-tls says so in its invitation"
+
+
+@pytest.mark.slow
+def test_a_host_that_does_not_believe_the_coordinator_says_so_and_ends(tmp_path: Path) -> None:
+    for name in ("ours", "others"):
+        certificates.make(tmp_path / name)
+    (tmp_path / "script.py").touch()
+    settings = {"script": str(tmp_path / "script.py"), "budget_s": 1.0, "min": 1, "max": 1, "target": 1}
+    with impostor(tmp_path / "others") as (where, heard):
+        pems = {"ca.pem": (tmp_path / "ours/ca.pem").read_text()}
+        told = Told("far", 1, where, TOKEN, pems, str(tmp_path / "run"), settings, own_dir=True)
+        command = [sys.executable, "-m", "shoal", "join", "--told"]
+        far = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=tmp_path, bufsize=0)
+        assert far.stdin is not None
+        assert far.stdout is not None
+        with far:
+            far.stdin.write(told.to_line())
+            far.stdin.flush()
+            said = []
+            for line in far.stdout:
+                said.append(json.loads(line))
+                with suppress(BrokenPipeError):  # home is still there, as long as it is
+                    far.stdin.write(line_of({"ping": where}))
+                    far.stdin.flush()
+    assert far.returncode == 2
+    ((kind, why),) = [it["error"] for it in said if "error" in it]
+    assert kind == "CertificateRefused"
+    assert f"{where}: its certificate is of another authority; " in why
+    assert TOKEN.encode() not in heard
+    assert not processes_in(tmp_path)
