@@ -159,6 +159,8 @@ def test_whatever_happened_the_workers_know_the_membership_that_the_journal_held
     world = played(actions)
     newest = world.membership.newest
     assume(newest is None or any(process.newest == newest for process in world.live.values()))
+    # A leaver that was let go and has ended looks like one that died: that costs one more generation.
+    assume(newest is None or all(world.membership.worker(it.worker_id) for it in newest.leavers))
     rebuilt = world.rebuild(events=False)
     if newest is not None:
         assert (rebuilt.newest, rebuilt.number) == (newest, world.membership.number)
