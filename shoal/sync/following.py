@@ -36,7 +36,8 @@ from shoal.sync.sums import bytes_of, dtype_sent
 from shoal.sync.words import Words, seq_of
 
 _HOLDERS = 2  # hosts that keep a copy: if one dies, the other goes on where it was
-_ASKED = 3  # pieces at a time
+# What is asked for at a time is in the way of sums, for which members wait: it is small, and comes when there are none.
+_ASKED, _PIECE_BYTES = 2, 1 << 20
 _TRIES = 3  # for a piece whose checksum is wrong
 _REPLAYED = 2  # commits made again for each that comes: so the others are caught up with, and wait for little
 
@@ -115,7 +116,9 @@ class Source:
             return
         if wanted.fresh:
             record = Records(self._words.record).pack(wanted.seq)
-            self._keep([bytes(it) for it in pieces_of(self._arena.image(wanted.seq & 1))] + [record], wanted.seq)
+            self._keep(
+                [bytes(it) for it in pieces_of(self._arena.image(wanted.seq & 1), _PIECE_BYTES)] + [record], wanted.seq
+            )
         for follower in group.followers:
             self._expect(group, follower, 0)
 
@@ -169,7 +172,7 @@ class _Copy:
     def __init__(self, arena: Arena, seq: int) -> None:
         self.seq = seq
         self.record = bytearray(Records.packed_bytes)
-        self.pieces = [*pieces_of(arena.image(seq & 1)), memoryview(self.record)]
+        self.pieces = [*pieces_of(arena.image(seq & 1), _PIECE_BYTES), memoryview(self.record)]
         self.missing = set(range(len(self.pieces)))
         self._tries: dict[int, int] = {}
 

@@ -287,8 +287,8 @@ class Far:
                 return None
 
 
-def pieces_of(views: Sequence[memoryview]) -> list[memoryview]:
-    return [view[at : at + _PIECE_BYTES] for view in views for at in range(0, max(1, view.nbytes), _PIECE_BYTES)]
+def pieces_of(views: Sequence[memoryview], size_bytes: int = _PIECE_BYTES) -> list[memoryview]:
+    return [view[at : at + size_bytes] for view in views for at in range(0, max(1, view.nbytes), size_bytes)]
 
 
 def _checksums(pieces: Sequence[memoryview]) -> bytes:

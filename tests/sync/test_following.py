@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from shoal.control.generation import Generation
 from shoal.errors import Changed
-from shoal.sync import hosts
+from shoal.sync import following, hosts
 from shoal.sync import words as w
 from shoal.sync.allreduce import AllReduce
 from shoal.sync.following import Source, Told
@@ -181,7 +181,7 @@ def test_what_is_sent_in_half_the_bytes_is_followed_too(wire: Any, tmp_path: Pat
 def test_whoever_keeps_the_copy_dies_and_another_goes_on_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hosts, "_PIECE_BYTES", 512)
+    monkeypatch.setattr(following, "_PIECE_BYTES", 512)
     withheld = Withheld(monkeypatch)
     it = scene(tmp_path, (1, 1), made())
     it.begin(follows=False)
@@ -190,7 +190,7 @@ def test_whoever_keeps_the_copy_dies_and_another_goes_on_where_it_was(
     it.begin(follows=True)
     it.train(BATCHES[2:4])
     first = list(withheld.asked)
-    assert len({piece for _, piece in first}) == 8
+    assert len({piece for _, piece in first}) == 7
     (source,) = {slot for slot, _ in first}
     withheld.asked.clear()
     it.members = [one for one in it.members if one.slot != source]
