@@ -19,6 +19,7 @@ MAX_COUNT = 1 << 53  # steps, samples and numbers; what every reader of JSON kno
 MAX_TEXT = 2 * protocol.TRACEBACK_CHARS
 MAX_NAME = 256
 MAX_METRICS = 256
+MAX_MODEL_BYTES = 1 << 19
 _MAX_CATEGORIES = 32  # of seconds
 _MAX_LEASES = 4096
 _MAX_ROSTER = 4 * MAX_SLOTS  # those that have not gone yet while others take their place
@@ -211,6 +212,7 @@ _CHECKS = {
     "failed": _failed,
     "entered": lambda body: _counts(body, "generation", most=MAX_GENERATION),
     "broken": lambda body: _counts(body, "generation", most=MAX_GENERATION),
+    "model": lambda body: _need(len(body.tensors) <= MAX_MODEL_BYTES, f"a model of {len(body.tensors)} bytes"),
     "slots": lambda body: _counts(body, "n", most=MAX_SLOTS),
     "scale": lambda body: _counts(body, "number"),
     "note": _note,

@@ -70,6 +70,7 @@ class Client:
         self._news = threading.Condition()
         self._slot: int | None = None
         self._refused = ""
+        self._model: bytes | None = None  # the job's
         self._last_fault = 0
         self._numbers = itertools.count(1)  # of wishes and notes, which come from several threads
         self.newest: Generation | None = None
@@ -101,6 +102,19 @@ class Client:
                     )
                 self._news.wait(self._timeouts.backoff_first_s)
             return self._slot
+
+    def model(self, tensors: bytes) -> bytes:
+        """The job's model in words: this worker's, if it is the first to have one. Fails with CoordinatorLost after the
+        join timeout."""
+        self._link.keep("model", FromWorker(model={"tensors": tensors}))
+        with self._news:
+            if not self._news.wait_for(lambda: self._model is not None, self._timeouts.join_s):
+                raise CoordinatorLost(
+                    f"no word from {self._link.address} on the job's model; does it run (shoal status)?"
+                )
+        self._link.drop("model")
+        assert self._model is not None
+        return self._model
 
     def ready(self) -> None:
         self._link.keep("ready", FromWorker(ready={}))
@@ -230,6 +244,8 @@ class Client:
                     self.dismissed = True
                 elif kind == "refused":
                     self._refused = body.reason
+                elif kind == "model":
+                    self._model = body.tensors
                 self._news.notify_all()
             if kind == "granted" and unwanted:
                 self.tell_leases()

@@ -43,7 +43,7 @@ from shoal.control.journal import Journal, JournalDamaged, put_aside
 from shoal.control.membership import Membership, Outcome, State
 from shoal.control.protocol import CommandReply, CommandRequest, FromLauncher, FromWorker, ToLauncher, ToWorker
 from shoal.control.rebuild import Rebuilding, Report, Roster
-from shoal.control.rundir import RunDir
+from shoal.control.rundir import RunDir, write_atomically
 from shoal.control.status import Figures
 from shoal.errors import SettingsContradict, ShoalError
 from shoal.metrics import EventLog, event_line, fault_point
@@ -408,6 +408,8 @@ class Coordinator:
         elif kind == "leases":
             said = protocol.said_from_wire(body, worker_id)
             self._post(lambda membership, now: lending.on_said(membership, worker_id, said))
+        elif kind == "model":
+            self._tell_worker(worker_id, ToWorker(model={"tensors": self._model(body.tensors)}))
         elif kind == "leave":
             self._post(lambda membership, now: m.on_leave(membership, worker_id))
         elif kind == "parked":
@@ -431,6 +433,13 @@ class Coordinator:
             self._tell_worker(worker_id, ToWorker(heeded={"number": body.number}))
         elif kind == "scale":
             self._post(lambda membership, now: self._wished(membership, worker_id, body))
+
+    def _model(self, tensors: bytes) -> bytes:
+        """The job's model: that of the worker which is first to have one."""
+        file = self.run_dir.model_file
+        if not file.exists():
+            write_atomically(file, tensors)
+        return file.read_bytes()
 
     def _broken_link(self, worker_id: str, broken: Any, membership: Membership, now: float) -> Outcome:
         on = m.on_unreached if broken.unreached else m.on_broken

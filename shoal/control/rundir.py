@@ -22,7 +22,14 @@ from shoal.errors import JobNotFound, RunDirUnusable
 from shoal.metrics import read_events
 
 RUNS = Path("shoal-runs")
-_DRAFTS = (".job.json.*", ".address.*", ".committed.json.*", "audit/.pass-*.json.*", "results/.pass-*.json.*")
+_DRAFTS = (
+    ".job.json.*",
+    ".address.*",
+    ".model.*",
+    ".committed.json.*",
+    "audit/.pass-*.json.*",
+    "results/.pass-*.json.*",
+)
 
 
 @dataclass(frozen=True)
@@ -89,6 +96,11 @@ class RunDir:
     @property
     def job_file(self) -> Path:
         return self.path / "job.json"
+
+    @property
+    def model_file(self) -> Path:
+        """The tensors of the job's model, as the worker described them that was first to attach one."""
+        return self.path / "model"
 
     @property
     def lock_file(self) -> Path:
@@ -214,7 +226,14 @@ class RunDir:
 
     def forget_ending(self) -> None:
         """The job goes on: how it ended is no longer so, and its coordinator begins anew."""
-        for name in ("committed.json", "address", "journal.sqlite", "journal.sqlite-wal", "journal.sqlite-shm"):
+        for name in (
+            "committed.json",
+            "address",
+            "model",
+            "journal.sqlite",
+            "journal.sqlite-wal",
+            "journal.sqlite-shm",
+        ):
             (self.path / name).unlink(missing_ok=True)
 
     def remove_drafts(self) -> None:
@@ -285,11 +304,11 @@ def finite(loss: float) -> float | None:
     return loss if math.isfinite(loss) else None
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """A reader sees the whole text or what was there before; only the owner can read it."""
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """A reader sees the whole content or what was there before; only the owner can read it."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(text)
+    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
     draft.replace(path)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +33,10 @@ class State:
     training: dict[str, torch.Tensor]
 
 
+# Told the tensors of a worker's model, in words by name: WorkersDiffer where those of the job's model are others.
+Agree = Callable[[dict[str, str]], None]
+
+
 class Sync(ABC):
     """One worker's side of a sync, driven by `train/step.py`:
 
@@ -44,8 +49,9 @@ class Sync(ABC):
     lockstep: bool = True  # all workers commit each step together; if not, each goes at its own pace
 
     @abstractmethod
-    def bind(self, replica: Replica, memory: HostMemory, words: Words, slot: int) -> None:
-        """Take over the model and the optimizer. Errors in them show here."""
+    def bind(self, replica: Replica, memory: HostMemory, words: Words, slot: int, agree: Agree) -> None:
+        """Take over the model and the optimizer. Errors in them show here; where models are to be alike, they `agree`
+        before anything is shared."""
 
     @property
     def model(self) -> str:

@@ -26,7 +26,7 @@ MAX_METRICS = 28
 _VALUES = 32
 MAX_NAMES_BYTES = 4000
 
-_COMMIT, _LAYOUT, _NAMES_BYTES, _GREETING, _BUCKETS = 0, 8, 16, 24, 48
+_COMMIT, _NAMES_BYTES, _GREETING, _BUCKETS = 0, 16, 24, 48
 _NAMES_AT = 64
 _SLOTS_AT = 4096
 _VALUES_AT = _SLOTS_AT + MAX_SLOTS * _LINE * 8
@@ -105,15 +105,6 @@ class Words:
     def commit(self, value: int) -> None:
         fence()
         self._u64[_COMMIT] = value
-
-    @property
-    def layout(self) -> int:
-        """Digest of the layout of the founders' model, 0 before there is one."""
-        return self._u64[_LAYOUT // 8]
-
-    @layout.setter
-    def layout(self, value: int) -> None:
-        self._u64[_LAYOUT // 8] = value
 
     @property
     def names(self) -> bytes:

@@ -251,10 +251,40 @@ def test_scripts_are_told_of_every_generation_and_whether_a_step_is_redone(tmp_p
     assert all(one["took_s"] > 0 for one in seen)
 
 
-def test_workers_whose_models_differ_end_the_job_with_one_line(tmp_path: Path) -> None:
-    result = job(tmp_path, "shapes").run()
+HOSTS = ("-H", "localhost/a:1,localhost/b:1")
+
+
+@pytest.mark.parametrize(
+    ("sync", "options"),
+    [
+        ("", HOSTS),
+        pytest.param("", (), marks=pytest.mark.slow),
+        pytest.param("replicated", (), marks=pytest.mark.slow),
+        pytest.param("replicated", HOSTS, marks=pytest.mark.slow),
+    ],
+)
+def test_workers_whose_models_differ_end_the_job_with_both_shapes_in_one_line(
+    tmp_path: Path, sync: str, options: tuple[str, ...]
+) -> None:
+    result = job(tmp_path, "shapes", sync, options=options).run()
     assert result.exit_code == 2
-    assert last_line(result.output).startswith("shoal: WorkersDiffer: ")
+    assert "WorkersDiffer: the model of " in last_line(result.output)
+    here, there = ("8×16 float64", "6×16 float64")[
+        :: 1 if "of a-w0" in result.output or "of w0" in result.output else -1
+    ]
+    assert f"0.weight is {here} here and {there} in the job; 1.weight is " in last_line(result.output)
+
+
+@pytest.mark.slow
+def test_a_newcomer_of_another_model_is_told_both_shapes(tmp_path: Path) -> None:
+    late = job(tmp_path, "shapes", "gated", workers=1, options=HOSTS)
+    late.start()
+    late.wait_until(lambda: bool(late.events("generation")))
+    late.scale(2)
+    result = late.wait(60)
+    assert result.exit_code == 2
+    wanted = "the model of b-w0 is not the job's: 0.weight is 6×16 float64 here and 8×16 float64 in the job"
+    assert wanted in last_line(result.output)
 
 
 @pytest.mark.parametrize("step", [2, 3])
