@@ -15,6 +15,7 @@ from typing import Any
 
 from shoal.control import bounds, protocol
 from shoal.control.borrowed import Borrowed
+from shoal.control.drift import Told
 from shoal.control.generation import MAX_SLOTS, Generation
 from shoal.control.instructions import SetTarget, Stop
 from shoal.control.link import Link, close_inherited
@@ -134,6 +135,10 @@ class Client:
         """The connection to that slot's worker has ended, or for a budget there was none."""
         body = {"generation": generation, "slot": slot, "why": why[:_WHY_CHARS], "unreached": unreached}
         self._link.keep("broken", FromWorker(broken=body))
+
+    def checked(self, told: Told) -> None:
+        """The checksums of a state, to be compared with those that others have."""
+        self._link.keep("checked", FromWorker(checked=protocol.told_to_wire(told)))
 
     def finished(self, digest: str, step: int, seq: int, report: dict[str, Any]) -> None:
         body = {"digest": digest, "step": step, "seq": seq, "report_json": json.dumps(report)}

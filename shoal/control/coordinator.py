@@ -20,6 +20,7 @@ from typing import Any, Literal
 from shoal.control import bounds, lending, pieces, prometheus, protocol
 from shoal.control import membership as m
 from shoal.control.bounds import BadMessage
+from shoal.control.drift import Checks, Drift, Told
 from shoal.control.generation import Generation
 from shoal.control.hosts import Host, is_name
 from shoal.control.instructions import (
@@ -106,6 +107,7 @@ class Coordinator:
         self._workers: dict[str, Outbox] = {}
         self._launchers: dict[str, Outbox] = {}
         self._figures = Figures()
+        self._checks = Checks()
         self._stopping = asyncio.Event()
         self._broken: Exception | None = None
 
@@ -114,7 +116,7 @@ class Coordinator:
         return self._membership.number
 
     def status(self) -> dict[str, Any]:
-        return self._figures.status(self.run_dir, self._membership)
+        return {**self._figures.status(self.run_dir, self._membership), "alike_at": self._checks.alike_at or None}
 
     async def start(self) -> str:
         """Bind, at the port of the coordinator before if that is free. Returns host:port. Raises
@@ -420,6 +422,9 @@ class Coordinator:
             # A death breaks connections too, and is told by its launcher: that goes first.
             event = partial(self._broken_link, worker_id, body)
             asyncio.get_running_loop().call_later(_DEATH_S, self._post, event)
+        elif kind == "checked":
+            told = protocol.told_from_wire(body)
+            self._post(lambda membership, now: self._checked(membership, worker_id, told))
         elif kind == "finished":
             report = bounds.details(body.report_json)
             details = {"digest": body.digest, "step": body.step, "seq": body.seq, "report": report}
@@ -440,6 +445,13 @@ class Coordinator:
         if not file.exists():
             write_atomically(file, tensors)
         return file.read_bytes()
+
+    def _checked(self, membership: Membership, worker_id: str, told: Told) -> Outcome:
+        worker = membership.worker(worker_id)
+        if worker is None or worker.state not in (State.MEMBER, State.LEAVING):
+            return membership, []
+        verdict = self._checks.on_told(worker_id, told)
+        return m.on_drift(membership, verdict) if isinstance(verdict, Drift) else (membership, [])
 
     def _broken_link(self, worker_id: str, broken: Any, membership: Membership, now: float) -> Outcome:
         on = m.on_unreached if broken.unreached else m.on_broken

@@ -18,6 +18,7 @@ from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
+from shoal.control.drift import Told
 from shoal.control.generation import Generation, Member
 from shoal.control.instructions import SetTarget, Stop
 from shoal.control.timeouts import Timeouts
@@ -135,6 +136,16 @@ def target_from_wire(body: Any, host: str) -> SetTarget:
 
 def stop_from_wire(body: Any) -> Stop:
     return Stop(body.reason, body.failed, body.kind)
+
+
+def told_to_wire(told: Told) -> dict[str, Any]:
+    copies = [{"workers": copy} for copy in told.copies]
+    return {**vars(told), "copies": copies, "names": list(told.sums), "sums": list(told.sums.values())}
+
+
+def told_from_wire(body: Any) -> Told:
+    copies = tuple(tuple(copy.workers) for copy in body.copies)
+    return Told(body.generation, body.seq, body.step, copies, dict(zip(body.names, body.sums, strict=True)))
 
 
 def lease_to_wire(lease: Lease) -> dict[str, int]:

@@ -386,6 +386,11 @@ class AllReduce(Sync):
                 scalar = arena.scalars[parity][arena.layout.scalars.index(spec.key), index]
                 yield spec.key, torch.tensor(float(scalar), dtype=torch.float64)
 
+    def copies(self, group: Group) -> tuple[tuple[str, ...], ...]:
+        hosts = group.places.members
+        ids = {member.slot: member.worker_id for member in group.members}
+        return tuple(tuple(ids[slot] for slot in slots) for slots in hosts) if len(hosts) > 1 else ()
+
     def digest(self, seq: int) -> str:
         parity = seq & 1
         total = hashlib.blake2b(digest_size=8)

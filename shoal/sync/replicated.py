@@ -32,8 +32,10 @@ from shoal.sync.group import Group
 from shoal.sync.memory import HostMemory
 from shoal.sync.replica import Replica, raw_bytes
 from shoal.sync.scaling import LossScaler
-from shoal.sync.sync import Agree, State, Sync, Verdict
+from shoal.sync.sync import Agree, State, Sums, Sync, Verdict, bits
 from shoal.sync.words import Words
+
+_UNSIGNED = (1 << 64) - 1
 
 
 class Replicated(Sync):
@@ -311,6 +313,35 @@ class Replicated(Sync):
         return State(
             {name: _on_host(it) for name, it in model.items()}, kept | {n: _on_host(it) for n, it in outside.items()}
         )
+
+    def copies(self, group: Group) -> tuple[tuple[str, ...], ...]:
+        return tuple((member.worker_id,) for member in group.members) if group.size > 1 else ()
+
+    def checksums(self, seq: int) -> Callable[[], Sums]:
+        """Summed up on the device, as integers: copies of the state would have to be made first."""
+        self._conclude(seq)
+        replica = self._replica
+        names = [replica.names[id(parameter)] for parameter in self._parameters]
+        tensors: dict[str, torch.Tensor] = dict(replica.model.named_parameters())
+        tensors |= {f"buffers of {flat.dtype}": flat for flat in self._kept}
+        for index, key, value in transfer.kept_state(replica):
+            tensors[f"optimizer/{names[index]}/{key}"] = torch.as_tensor(math.nan if value is None else value)
+        sums = {name: bits(it).sum() for name, it in tensors.items()}
+        away = [name for name, it in sums.items() if it.is_cuda]
+        arrived: torch.cuda.Event | None = None
+        if away:
+            told = torch.empty(len(away), dtype=torch.int64, pin_memory=True)
+            told.copy_(torch.stack([sums[name] for name in away]), non_blocking=True)
+            sums |= dict(zip(away, told, strict=True))
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived.record()
+
+        def read() -> Sums:
+            if arrived is not None:
+                arrived.synchronize()
+            return {name: int(it) & _UNSIGNED for name, it in sums.items()}
+
+        return read
 
     def digest(self, seq: int) -> str:
         self._conclude(seq)

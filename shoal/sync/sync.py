@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from shoal.sync.group import Group
 from shoal.sync.memory import HostMemory
-from shoal.sync.replica import Replica
+from shoal.sync.replica import BITS, Replica
 from shoal.sync.words import Words
 
 
@@ -33,6 +35,7 @@ class State:
     training: dict[str, torch.Tensor]
 
 
+Sums = dict[str, int]  # checksums, by tensor
 # Told the tensors of a worker's model, in words by name: WorkersDiffer where those of the job's model are others.
 Agree = Callable[[dict[str, str]], None]
 
@@ -128,6 +131,31 @@ class Sync(ABC):
     def state(self, seq: int) -> State:
         """The state of commit `seq`, the newest one. It stays as it is until commit `seq + 2` is made ready for."""
 
+    def copies(self, group: Group) -> tuple[tuple[str, ...], ...]:
+        """The workers that have the state, by the copy of it that they share; no matter where each has its own."""
+        return ()
+
+    def checksums(self, seq: int) -> Callable[[], Sums]:
+        """Of the state of commit `seq`, the newest one. To be called on another thread, before commit `seq + 2` is made
+        ready for."""
+        state = self.state(seq)
+
+        def sums() -> Sums:
+            return {name: _crc(tensor) for name, tensor in (state.model | state.training).items()}
+
+        return sums
+
     @abstractmethod
     def digest(self, seq: int) -> str:
         """A digest of the state of commit `seq`, which this worker's model is; equal on workers that agree."""
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's elements as integers."""
+    real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    return real.view(BITS[real.element_size()])
+
+
+def _crc(tensor: torch.Tensor) -> int:
+    """By numpy: torch would start a second set of threads for it."""
+    return zlib.crc32(np.ascontiguousarray(bits(tensor).numpy()))  # type: ignore[arg-type]

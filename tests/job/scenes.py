@@ -191,6 +191,23 @@ def shapes(worker: shoal.Worker) -> None:
         worker.step(loss_of(net, batch))
 
 
+def drifts(worker: shoal.Worker) -> None:
+    """A bit of the memory of the host that is named by the third argument flips, in the first of two passes."""
+    net = model(Case(""))
+    worker.attach(net, torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9))
+    for _ in range(2):
+        for batch in worker.batches(data(Case("")), global_batch=48, epochs=3):
+            if worker.id == f"{sys.argv[3]}-w0" and worker.steps == 5:
+                flip(worker)
+            worker.step(loss_of(net, batch))
+
+
+def flip(worker: shoal.Worker) -> None:
+    arena, group = worker._sync._arena, worker._seat.group
+    bits = arena.planes[0]["momentum_buffer"][group.seq & 1].view(torch.int64)
+    bits[arena.layout.segments[0].tensors[1].offset] ^= 1 << 20
+
+
 def decays(worker: shoal.Worker) -> None:
     """Hyperparameters are changed in callbacks and in edits; every step ends an epoch."""
     net = model(Case(""))

@@ -275,6 +275,28 @@ def test_workers_whose_models_differ_end_the_job_with_both_shapes_in_one_line(
     assert f"0.weight is {here} here and {there} in the job; 1.weight is " in last_line(result.output)
 
 
+def test_states_of_two_hosts_that_differ_end_the_job_and_are_named(tmp_path: Path) -> None:
+    result = job(tmp_path, "drifts", "b", options=HOSTS).run()
+    assert result.exit_code == 1, result.output
+    assert "shoal: StateDrifted: the states of a-w0 on a and b-w0 on b differ at step " in last_line(result.output)
+    [drift] = result.of("drift")
+    assert drift["workers"] == ["a-w0", "b-w0"]
+    assert drift["alike_at"] == 1
+    assert not list((tmp_path / "run" / "checkpoints").glob("step-*")), "nobody knows whether that is right"
+
+
+@pytest.mark.slow
+def test_the_state_of_one_host_of_three_that_drifted_is_taken_anew_from_the_others(tmp_path: Path) -> None:
+    hosts = ("-H", "localhost/a:1,localhost/b:2,localhost/c:1")
+    result = job(tmp_path, "drifts", "b", workers=4, options=hosts).run()
+    assert result.exit_code == 0, result.output
+    [drift] = result.of("drift")
+    assert drift["workers"] == ["b-w0", "b-w1"]
+    assert {event["worker_id"] for event in result.of("lost")} == {"b-w0", "b-w1"}
+    assert len(set(result.digests.values())) == 1
+    assert result.audit.clean
+
+
 @pytest.mark.slow
 def test_a_newcomer_of_another_model_is_told_both_shapes(tmp_path: Path) -> None:
     late = job(tmp_path, "shapes", "gated", workers=1, options=HOSTS)
