@@ -7,7 +7,7 @@ import functools
 import os
 import time
 import warnings
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 from shoal import errors
@@ -16,7 +16,8 @@ from shoal.cli.shell import one_line
 from shoal.control import tls
 from shoal.control.environment import WorkerEnvironment
 from shoal.control.rundir import Committed, RunDir
-from shoal.launch.fleet import fleet_of
+from shoal.launch.fleet import Fleet, fleet_of
+from shoal.launch.heir import Inherited
 from shoal.launch.host import Ending
 from shoal.launch.job import BEGINNING, Job, Origin
 from shoal.launch.local import LocalLauncher
@@ -51,7 +52,10 @@ def run_job(
     screen: Screen,
     origin: Origin = BEGINNING,
     checkpoint: Checkpoint | None = None,
+    *,
+    inherits: bool = False,
 ) -> int:
+    """`inherits`: the job runs on other hosts, and its own was lost."""
     if settings.tls:
         tls.provide(run_dir, Path(settings.tls), settings.mutual)
     inherited = WorkerEnvironment.from_env(os.environ)
@@ -66,7 +70,11 @@ def run_job(
         resume=str(checkpoint.path) if checkpoint is not None else "",
         init_from=settings.init_from,
     )
-    fleet, environment = fleet_of(settings, run_dir, environment)
+    fleet: Fleet | Inherited | None
+    if inherits:
+        fleet, environment = Inherited(run_dir, settings.timeouts), replace(environment, address=settings.address)
+    else:
+        fleet, environment = fleet_of(settings, run_dir, environment)
     make_launcher = functools.partial(
         LocalLauncher,
         Path(settings.script),

@@ -218,3 +218,26 @@ def resume(
         else:
             screen.tell(f"going on from {newest.path.name}: step {newest.step:,}, epoch {newest.manifest['epoch'] + 1}")
         return run_job(run_dir, settings, screen, resumed(run_dir, newest), newest)
+
+
+@app.command(
+    epilog="""**Examples**
+
+`shoal coordinator /shared/runs/a --address 192.0.2.8` — on a machine that sees the run directory, when the one where
+the job was started is lost and hosts that joined it by hand still run"""
+)
+def coordinator(
+    address: Annotated[
+        str, typer.Option(metavar="IP", help="Of this machine, by which the hosts of the job reach it.")
+    ],
+    job: JobArgument = None,
+    quiet: QuietOption = False,
+) -> int:
+    """Take the place of a job's own host that is lost: workers on other hosts find the coordinator here, and train
+    on."""
+    run_dir = rundir.find(job)
+    with run_dir.held():
+        settings = JobSettings.read({**run_dir.settings(), "address": address})
+        if how_it_ended(read_events(run_dir.events))[0] != "not running":
+            raise errors.JobNotFound(f"{run_dir.path} does not run anywhere; go on with shoal resume")
+        return run_job(run_dir, settings, Screen(quiet), inherits=True)

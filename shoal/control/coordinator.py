@@ -46,7 +46,7 @@ from shoal.control.protocol import CommandReply, CommandRequest, FromLauncher, F
 from shoal.control.rebuild import Rebuilding, Report, Roster
 from shoal.control.rundir import RunDir, write_atomically
 from shoal.control.status import Figures
-from shoal.errors import SettingsContradict, ShoalError
+from shoal.errors import RunDirUnusable, SettingsContradict, ShoalError
 from shoal.metrics import EventLog, event_line, fault_point
 from shoal.wording import counted
 
@@ -135,9 +135,9 @@ class Coordinator:
             "Command": grpc.unary_unary_rpc_method_handler(self._command, None, protocol.to_bytes),
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(protocol.SERVICE, handlers),))
-        before = self.run_dir.address()
+        before = self.run_dir.address() or ""
         try:
-            port = self._listen(before or f"{self._bind}:0")
+            port = self._listen(before if before.rpartition(":")[0] == self._bind else f"{self._bind}:0")
         except RuntimeError:  # somebody else has it by now
             port = self._listen(f"{self._bind}:0")
         await self._server.start()
@@ -261,6 +261,7 @@ class Coordinator:
         lines = [line for instruction in instructions if (line := self._line(instruction)) is not None]
         if self._membership != before:
             fault_point("decided")
+            self._check_term()
             self._journal.record(self._membership, lines, self._events.size_bytes)
             fault_point("journaled")
         for line in lines:
@@ -270,9 +271,20 @@ class Coordinator:
         if self._membership.lent.passes:
             self._figures.note_samples(self._membership.lent.used()[0], self._clock())
 
+    def _check_term(self) -> None:
+        """RunDirUnusable when this coordinator has been followed by another, which may be elsewhere: what it decides is
+        of no effect any more."""
+        if self.run_dir.term() != self._claim.term:
+            raise RunDirUnusable(f"another coordinator has taken this one's place in {self.run_dir.path}")
+
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(self._membership.timeouts.probe_s)
+            try:
+                self._check_term()
+            except RunDirUnusable as followed:
+                self._broken = followed
+                return self.request_stop()
             if self._rebuilding is None:
                 self._post(m.on_tick)
             else:
@@ -295,6 +307,7 @@ class Coordinator:
         the place of an older one of the same in `streams`, and `closed` is called unless another has taken its own. A
         message that cannot be meant ends it."""
         await self._admit(context)
+        await context.send_initial_metadata(protocol.term_to_wire(self._claim.term))
         outbox = Outbox()
         whose = ""
         sending = asyncio.create_task(outbox.send_all(context))

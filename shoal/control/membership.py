@@ -30,7 +30,7 @@ from shoal.control.instructions import (
 )
 from shoal.control.timeouts import Timeouts
 from shoal.data.leases import Lent
-from shoal.errors import DataUnusable, OutOfSharedMemory, SettingsContradict, StateDrifted
+from shoal.errors import DataUnusable, OutOfSharedMemory, SettingsContradict, StateDrifted, StateLost
 from shoal.wording import counted
 
 # What more workers can bring about: a newcomer that fails so is refused, and the job goes on as it was.
@@ -386,6 +386,14 @@ def on_roster(membership: Membership, host: Host, live: Iterable[str]) -> Outcom
     if known is not None and known.life not in ("", host.life):
         membership, instructions = on_host_lost(membership, host.name, "its launcher began anew")
         known = None
+    heir = [other.name for other in membership.hosts if host.home and other.home and other.name != host.name]
+    for name in heir:
+        membership, more = on_host_lost(membership, name, f"{host.name} has taken its place")
+        instructions += more
+    if heir and membership.newest is not None and not membership.in_state(State.MEMBER, State.LEAVING):
+        lost = "nobody who had the state of the job is left: go on from the newest checkpoint with shoal resume"
+        membership, more = on_stop(membership, Stop(lost, failed=True, kind=StateLost.__name__))
+        instructions += more
     membership, told = _seat(membership, host, known)
     alive = set(live)
     for worker in membership.workers:

@@ -193,6 +193,15 @@ def credentials(token: str) -> tuple[tuple[str, str], ...]:
     return (("authorization", f"Bearer {token}"),)
 
 
+def term_to_wire(term: int) -> tuple[tuple[str, str], ...]:
+    """The metadata of an answer: which coordinator of the job it is."""
+    return (("term", str(term)),)
+
+
+def term_from_wire(metadata: Iterable[tuple[str, str | bytes]]) -> int:
+    return int(next((value for key, value in metadata if key == "term"), 0))
+
+
 def key_of(token: str, generation: int) -> bytes:
     """By which the workers of a generation know each other. Who has the token can make it, and nobody else."""
     return hmac.digest(token.encode(), b"generation %d" % generation, "sha256")

@@ -26,6 +26,7 @@ _DRAFTS = (
     ".job.json.*",
     ".address.*",
     ".model.*",
+    ".term.*",
     ".committed.json.*",
     "audit/.pass-*.json.*",
     "results/.pass-*.json.*",
@@ -96,6 +97,11 @@ class RunDir:
     @property
     def job_file(self) -> Path:
         return self.path / "job.json"
+
+    @property
+    def term_file(self) -> Path:
+        """How many coordinators the run has had."""
+        return self.path / "term"
 
     @property
     def model_file(self) -> Path:
@@ -204,9 +210,17 @@ class RunDir:
         except BlockingIOError:
             os.close(fd)
             raise RunDirUnusable(f"another coordinator serves {self.path}; a job has one") from None
-        claim = Claim(fd)
+        claim = Claim(fd, self.term() + 1)
         claim.write("")
+        write_atomically(self.term_file, str(claim.term))
         return claim
+
+    def term(self) -> int:
+        """The number of the newest coordinator; 0 before the first."""
+        try:
+            return int(self.term_file.read_text())
+        except FileNotFoundError:
+            return 0
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -290,6 +304,7 @@ class Claim:
     """One coordinator's hold of a run directory."""
 
     fd: int
+    term: int  # above those of all coordinators before
 
     def write(self, phase: str) -> None:
         """Beside the pid; any but an empty one means that it serves. Always as long: readers see all or nothing."""

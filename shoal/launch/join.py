@@ -175,7 +175,8 @@ class Session(Owner):
         await self._until_unanswered(link)
 
     async def _until_unanswered(self, link: LauncherClient) -> None:
-        """A host that is cut off waits for the job to be reached again. But the job may be over, and nobody says so."""
+        """A host that is cut off waits for the job to be reached again, at another address if need be. But the job may
+        be over, and nobody says so."""
         loop = asyncio.get_running_loop()
         heard_s = loop.time()
         while True:
@@ -183,9 +184,7 @@ class Session(Owner):
             silent_s = loop.time() - heard_s
             if link.answered:
                 heard_s = loop.time()
-            elif silent_s > self._timeouts.deserted_s or (
-                self._host.shared and silent_s > self._timeouts.join_s and not self._host.run_dir.runs()
-            ):
+            elif silent_s > self._timeouts.deserted_s:
                 where = self._host.told.address
                 return self.lost(
                     errors.HostUnusable(f"no word from the job at {where} for {silent_s:.0f} s: it is over")
