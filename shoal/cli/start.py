@@ -69,6 +69,12 @@ def run(
     on_error: Annotated[
         OnErrorChoice, typer.Option(help="When the script raises in a worker: stop the job, or start another worker.")
     ] = OnErrorChoice.stop,
+    on_drift: Annotated[
+        str,
+        typer.Option(
+            metavar="stop|tell", help="When hosts turn out to have different models: end what is wrong, or only say so."
+        ),
+    ] = "stop",
     restarts: Annotated[
         int | None,
         typer.Option(help="Failed workers within a minute before the job gives up; 10, or 3 for each worker."),
@@ -144,6 +150,7 @@ def run(
         target=size.target,
         budget_s=Timeouts(budget_s).budget_s,
         on_error=on_error.value,
+        on_drift=on_drift,
         restarts=restarts,
         backoff_s=backoff,
         memory_bytes=parse_bytes(memory) if memory is not None else None,

@@ -464,7 +464,9 @@ class Coordinator:
         if worker is None or worker.state not in (State.MEMBER, State.LEAVING):
             return membership, []
         verdict = self._checks.on_told(worker_id, told)
-        return m.on_drift(membership, verdict) if isinstance(verdict, Drift) else (membership, [])
+        if not isinstance(verdict, Drift):
+            return membership, []
+        return m.on_drift(membership, verdict, only_tell=self.run_dir.settings().get("on_drift") == "tell")
 
     def _broken_link(self, worker_id: str, broken: Any, membership: Membership, now: float) -> Outcome:
         on = m.on_unreached if broken.unreached else m.on_broken

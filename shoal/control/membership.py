@@ -551,15 +551,17 @@ def on_stop(membership: Membership, stop: Stop) -> Outcome:
     return membership, [Log("stopping", "", stop.reason), stop, *told, *leaving]
 
 
-def on_drift(membership: Membership, drift: Drift) -> Outcome:
+def on_drift(membership: Membership, drift: Drift, *, only_tell: bool = False) -> Outcome:
     """Copies of the state are not alike. Where most are, whoever has another is ended, and its successor takes the
     state anew. Where nobody can tell which are right the job fails; all are ended then, and nobody writes a
-    checkpoint."""
+    checkpoint. With `only_tell` the event log tells of it, and the job goes on as it is."""
     if membership.stopping is not None:
         return membership, []
     at, since = f"at step {drift.step:,}, first in {drift.tensor}", f"alike at step {drift.alike_at:,}"
     odd = " and ".join(sorted(_holder(membership, copy) for copy in drift.others))
-    if drift.majority:
+    if only_tell:
+        text = f"the states of {odd} are not those of others {at} ({since}); the job goes on (--on-drift tell)"
+    elif drift.majority:
         text = f"the state of {odd} is not that of most {at} ({since}): it is taken anew"
     else:
         text = (
@@ -569,6 +571,8 @@ def on_drift(membership: Membership, drift: Drift) -> Outcome:
     workers = {worker_id for copy in drift.others for worker_id in copy}
     details = {"step": drift.step, "seq": drift.seq, "tensor": drift.tensor, "alike_at": drift.alike_at}
     instructions: list[Instruction] = [Log("drift", "", text, {**details, "workers": sorted(workers)})]
+    if only_tell:
+        return membership, instructions
     if not drift.majority:
         stop = Stop(text, failed=True, kind=StateDrifted.__name__)
         membership, told = _set_target(replace(membership, stopping=stop), membership.target, finishing=True)

@@ -79,6 +79,15 @@ def test_whoever_has_another_state_than_most_is_ended_and_the_job_goes_on() -> N
     assert not [it for it in told if isinstance(it, Fence)]
 
 
+def test_a_drift_that_is_only_to_be_told_of_ends_nobody() -> None:
+    drift = Drift(7, 8, "0.bias", COPIES, COPIES, majority=False, alike_at=3)
+    before = members()
+    membership, told = m.on_drift(before, drift, only_tell=True)
+    assert membership == before
+    assert [it.kind for it in told if isinstance(it, Log)] == ["drift"]
+    assert len(told) == 1
+
+
 def test_where_nobody_can_tell_which_is_right_the_job_fails_and_all_are_ended() -> None:
     drift = Drift(7, 8, "0.bias", COPIES, COPIES, majority=False, alike_at=3)
     membership, told = m.on_drift(members(), drift)
