@@ -32,10 +32,8 @@ from shoal.sync.group import Group
 from shoal.sync.memory import HostMemory
 from shoal.sync.replica import Replica, raw_bytes
 from shoal.sync.scaling import LossScaler
-from shoal.sync.sync import Agree, State, Sums, Sync, Verdict, bits
+from shoal.sync.sync import MAX_SUM, Agree, State, Sums, Sync, Verdict, bits
 from shoal.sync.words import Words
-
-_UNSIGNED = (1 << 64) - 1
 
 
 class Replicated(Sync):
@@ -339,7 +337,7 @@ class Replicated(Sync):
         def read() -> Sums:
             if arrived is not None:
                 arrived.synchronize()
-            return {name: int(it) & _UNSIGNED for name, it in sums.items()}
+            return {name: int(it) & MAX_SUM for name, it in sums.items()}
 
         return read
 

@@ -36,6 +36,7 @@ class State:
 
 
 Sums = dict[str, int]  # checksums, by tensor
+MAX_SUM = (1 << 64) - 1
 # Told the tensors of a worker's model, in words by name: WorkersDiffer where those of the job's model are others.
 Agree = Callable[[dict[str, str]], None]
 
@@ -141,7 +142,7 @@ class Sync(ABC):
         state = self.state(seq)
 
         def sums() -> Sums:
-            return {name: _crc(tensor) for name, tensor in (state.model | state.training).items()}
+            return {name: _sum(tensor) for name, tensor in (state.model | state.training).items()}
 
         return sums
 
@@ -156,6 +157,8 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return real.view(BITS[real.element_size()])
 
 
-def _crc(tensor: torch.Tensor) -> int:
-    """By numpy: torch would start a second set of threads for it."""
-    return zlib.crc32(np.ascontiguousarray(bits(tensor).numpy()))  # type: ignore[arg-type]
+def _sum(tensor: torch.Tensor) -> int:
+    """Of its words of 8 bytes, as fast as memory is. By numpy: torch would start a second set of threads for it."""
+    data = np.ascontiguousarray(bits(tensor).numpy()).reshape(-1).view(np.uint8)
+    whole = data.size - data.size % 8
+    return (int(data[:whole].view(np.uint64).sum()) + zlib.crc32(data[whole:].tobytes())) & MAX_SUM
