@@ -274,7 +274,7 @@ class Coordinator:
     def _check_term(self) -> None:
         """RunDirUnusable when this coordinator has been followed by another, which may be elsewhere: what it decides is
         of no effect any more."""
-        if self.run_dir.term() != self._claim.term:
+        if self.run_dir.term() > self._claim.term:
             raise RunDirUnusable(f"another coordinator has taken this one's place in {self.run_dir.path}")
 
     async def _tick(self) -> None:

@@ -100,7 +100,7 @@ class RunDir:
 
     @property
     def term_file(self) -> Path:
-        """How many coordinators the run has had."""
+        """Holds a number that grows with each coordinator."""
         return self.path / "term"
 
     @property
@@ -210,7 +210,8 @@ class RunDir:
         except BlockingIOError:
             os.close(fd)
             raise RunDirUnusable(f"another coordinator serves {self.path}; a job has one") from None
-        claim = Claim(fd, self.term() + 1)
+        # By the clock too: if the file is lost, the next coordinator is still above those that workers have heard.
+        claim = Claim(fd, max(self.term() + 1, int(time.time())))
         claim.write("")
         write_atomically(self.term_file, str(claim.term))
         return claim
@@ -219,7 +220,7 @@ class RunDir:
         """The number of the newest coordinator; 0 before the first."""
         try:
             return int(self.term_file.read_text())
-        except FileNotFoundError:
+        except (FileNotFoundError, ValueError):
             return 0
 
     @contextlib.contextmanager

@@ -605,16 +605,35 @@ def test_a_coordinator_that_was_followed_by_another_elsewhere_decides_nothing_mo
 
 def test_an_old_coordinator_that_comes_back_is_not_listened_to(make_job: Callable[..., Job]) -> None:
     job = make_job()
+
+    def another(after: int) -> None:
+        job.server.stop()
+        write_atomically(job.run_dir.term_file, str(after))
+        job.bring_up()
+
+    another(after=1 << 40)
     worker = job.worker("w0")
     worker.client.ready()
-    job.server.stop()
-    newer = job.run_dir.term()
-    write_atomically(job.run_dir.term_file, str(newer - 2))
-    job.bring_up(target=1)
+    another(after=1)
     job.worker("w1").client.ready()
     assert worker.client.wait_newer(0, 1.0) is None
-    job.server.stop()
-    write_atomically(job.run_dir.term_file, str(newer))
-    job.bring_up()
-    worker.client.ready()
+    another(after=1 << 41)
     assert worker.client.wait_newer(0, WAIT_S) is not None
+
+
+def test_a_coordinator_goes_on_and_is_followed_although_the_number_of_its_term_is_lost(
+    make_job: Callable[..., Job],
+) -> None:
+    job = make_job()
+    workers = [job.worker("w0"), job.worker("w1")]
+    job.run_dir.term_file.unlink()
+    for worker in workers:
+        worker.client.ready()
+    first = [worker.client.wait_newer(0, WAIT_S) for worker in workers]
+    assert None not in first
+    job.server.stop()
+    job.run_dir.term_file.unlink(missing_ok=True)
+    job.bring_up()
+    job.worker("w2").client.ready()
+    commands.scale(job.run_dir, 3)
+    assert all(worker.client.wait_newer(1, WAIT_S) is not None for worker in workers)
