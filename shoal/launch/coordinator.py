@@ -130,6 +130,7 @@ class CoordinatorKeeper:
         next_worker: int = 0,
         address: str = "",
         hosts: Sequence[HostSpec] = (),
+        after: str = "",
     ) -> None:
         """As `CoordinatorProcess`."""
         self._run_dir, self._timeouts = run_dir, timeouts
@@ -137,9 +138,9 @@ class CoordinatorKeeper:
             CoordinatorProcess, run_dir, size, timeouts, on_error, generation, next_worker, address, hosts
         )
         self._succession = Succession()
-        self._start()
+        self._start(after)
 
-    def _start(self, after: str = "") -> None:
+    def _start(self, after: str) -> None:
         self._process = self._make(after=after)
 
     @property

@@ -50,6 +50,8 @@ class Stepper:
         self.newest_pass = 0  # of the last step that was voted on
         self._greeted = 0  # the generation whose newcomers know the hyperparameters
         self.edits = 0  # that the script made outside of passes
+        # For the lowest rank, with whether the step is the last of its pass: whether it is to be checked.
+        self.wants_check: Callable[[bool], bool] = lambda last: False
         self.before_ready: Callable[[int], None] = lambda seq: None  # called with the commit that is made ready for
         self.pending: StepReport | None = None
 
@@ -87,7 +89,8 @@ class Stepper:
             gradient_norm=norm,
             duration_s=time.perf_counter() - attempt.began_s,
         )
-        planned = group.commit()
+        last = attempt.batch.last and attempt.batch.epoch + 1 == pass_.epochs
+        planned = group.commit(check=group.rank == 0 and self.wants_check(last))
         self.pending, self.fresh = None, False
         self._sync.settle(group)
         return report, planned
