@@ -173,6 +173,8 @@ class CoordinatorKeeper:
             except (errors.CertificateRefused, errors.CertificateUnusable):
                 if not answered:
                     raise
+            except FileNotFoundError:
+                pass  # the token is gone: a coordinator that cannot serve says so, and `keep` ends the job
             except errors.JobNotFound:
                 if watched is self._process and not watched.ended.is_set():
                     watched.kill(f"no answer for {within_s:g} s")
