@@ -268,8 +268,7 @@ def test_the_jobs_own_host_is_lost_and_its_coordinator_is_started_elsewhere(tmp_
 
     try:
         for name in ("a", "b"):
-            where = ("--token-file", str(run_dir.token_file), "--slots", "1", "--host-name", name)
-            start(name, "join", str(run_dir.address()), *where)
+            start(name, "join", str(run_dir.invitation_file), "--slots", "1", "--host-name", name)
         home.wait_until(lambda: members(home) == {"w0", "a-w0", "b-w0"})
         before = {it["worker_id"]: it["pid"] for it in home.status()["workers"]}
         gate.open(100)
