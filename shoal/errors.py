@@ -20,6 +20,7 @@ ShoalError                      what shoal raises
 │   ├── CertificateUnusable     a certificate or key is missing, damaged, or cannot be made
 │   └── CertificateRefused      two ends do not believe each other's certificates, or only one of them speaks TLS
 ├── RestartBudgetSpent          workers died more often than the budget allows
+├── StateDrifted                hosts that are to have the same model have not, and none is known to be right
 ├── CoordinatorLost             the coordinator ended, or does not answer
 ├── HostLost                the launcher of another host ended, or does not answer
 ├── ForkServerLost              the process that forks the workers ended
@@ -108,6 +109,10 @@ class CertificateRefused(UserMistake):
 
 
 class RestartBudgetSpent(ShoalError):
+    pass
+
+
+class StateDrifted(ShoalError):
     pass
 
 

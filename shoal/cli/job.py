@@ -17,7 +17,8 @@ from shoal.cli.shell import one_line
 from shoal.control import tls
 from shoal.control.environment import WorkerEnvironment
 from shoal.control.rundir import Committed, RunDir
-from shoal.launch.fleet import fleet_of, home_address
+from shoal.launch.fleet import Fleet, fleet_of, home_address
+from shoal.launch.heir import Inherited
 from shoal.launch.host import Ending
 from shoal.launch.job import BEGINNING, Job, Origin
 from shoal.launch.local import LocalLauncher
@@ -63,8 +64,11 @@ def run_job(
     origin: Origin = BEGINNING,
     checkpoint: Checkpoint | None = None,
     launcher: Callable[..., LocalLauncher] = LocalLauncher,
+    *,
+    inherits: bool = False,
 ) -> int:
-    """`address`: of this machine for the job's other hosts; empty if there are none."""
+    """`address`: of this machine for the job's other hosts; empty if there are none. `inherits`: the job runs on other
+    hosts, and its own was lost."""
     met_at = address or tls.LOOPBACK
     if settings.tls:
         tls.provide(run_dir, Path(settings.tls), settings.mutual, met_at)
@@ -83,7 +87,8 @@ def run_job(
         init_from=settings.init_from,
         address=address,
     )
-    fleet = fleet_of(settings, run_dir, environment)
+    fleet: Fleet | Inherited | None
+    fleet = Inherited(run_dir, settings.timeouts) if inherits else fleet_of(settings, run_dir, environment)
     make_launcher = functools.partial(
         launcher,
         Path(settings.script),

@@ -73,6 +73,12 @@ def run(
     on_error: Annotated[
         OnErrorChoice, typer.Option(help="When the script raises in a worker: stop the job, or start another worker.")
     ] = OnErrorChoice.stop,
+    on_drift: Annotated[
+        str,
+        typer.Option(
+            metavar="stop|tell", help="When hosts turn out to have different models: end what is wrong, or only say so."
+        ),
+    ] = "stop",
     restarts: Annotated[
         int | None,
         typer.Option(help="Failed workers within a minute before the job gives up; 10, or 3 for each worker."),
@@ -149,6 +155,7 @@ def run(
         target=size.target,
         budget_s=Timeouts(budget_s).budget_s,
         on_error=on_error.value,
+        on_drift=on_drift,
         restarts=restarts,
         backoff_s=backoff,
         memory_bytes=parse_bytes(memory) if memory is not None else None,
@@ -234,3 +241,26 @@ def go_on(
     else:
         screen.tell(f"going on from {newest.path.name}: step {newest.step:,}, epoch {newest.manifest['epoch'] + 1}")
     return run_job(run_dir, settings, address, screen, resumed(run_dir, newest), newest, launcher)
+
+
+@app.command(
+    epilog="""**Examples**
+
+`shoal coordinator /shared/runs/a --address 192.0.2.8` — on a machine that sees the run directory, when the one where
+the job was started is lost and hosts that joined it by hand still run"""
+)
+def coordinator(
+    address: Annotated[
+        str, typer.Option(metavar="IP", help="Of this machine, by which the hosts of the job reach it.")
+    ],
+    job: JobArgument = None,
+    quiet: QuietOption = False,
+) -> int:
+    """Take the place of a job's own host that is lost: workers on other hosts find the coordinator here, and train
+    on."""
+    run_dir = rundir.find(job)
+    with run_dir.held():
+        settings = JobSettings.read({**run_dir.settings(), "address": address})
+        if how_it_ended(read_events(run_dir.events))[0] != "not running":
+            raise errors.JobNotFound(f"{run_dir.path} does not run anywhere; go on with shoal resume")
+        return run_job(run_dir, settings, address, Screen(quiet), inherits=True)

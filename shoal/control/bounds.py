@@ -19,6 +19,8 @@ MAX_COUNT = 1 << 53  # steps, samples and numbers; what every reader of JSON kno
 MAX_TEXT = 2 * protocol.TRACEBACK_CHARS
 MAX_NAME = 256
 MAX_METRICS = 256
+MAX_MODEL_BYTES = 1 << 19
+_MAX_SUMS = 4096
 _MAX_CATEGORIES = 32  # of seconds
 _MAX_LEASES = 4096
 _MAX_ROSTER = 4 * MAX_SLOTS  # those that have not gone yet while others take their place
@@ -155,6 +157,21 @@ def _named(values: Mapping[str, float], what: str, most: int) -> None:
     _need(all(len(name) <= MAX_NAME for name in values), f"one of the {what} has a name that is too long")
 
 
+def _checked(body: Any) -> None:
+    _counts(body, "generation", most=MAX_GENERATION)
+    _counts(body, "seq", "step")
+    _few(body.names, "checksums", _MAX_SUMS)
+    _need(len(set(body.names)) == len(body.sums) == len(body.names) > 0, "checksums and their names are not as many")
+    _need(all(len(name) <= MAX_NAME for name in body.names), "a tensor has a name that is too long")
+    _few(body.copies, "copies", MAX_SLOTS)
+    _need(len(body.copies) > 1, "there is nothing to compare")
+    for copy in body.copies:
+        _need(len(copy.workers) > 0, "a copy that nobody has")
+        _few(copy.workers, "workers of a copy", MAX_SLOTS)
+        for worker_id in copy.workers:
+            _worker_id(worker_id)
+
+
 def _finished(body: Any) -> None:
     _texts(body, "digest", most=MAX_NAME)
     _counts(body, "step", "seq")
@@ -206,10 +223,12 @@ _CHECKS = {
     "join": _join,
     "beat": _beat,
     "leases": _leases,
+    "checked": _checked,
     "finished": _finished,
     "failed": _failed,
     "entered": lambda body: _counts(body, "generation", most=MAX_GENERATION),
     "broken": lambda body: _counts(body, "generation", most=MAX_GENERATION),
+    "model": lambda body: _need(len(body.tensors) <= MAX_MODEL_BYTES, f"a model of {len(body.tensors)} bytes"),
     "slots": lambda body: _counts(body, "n", most=MAX_SLOTS),
     "scale": lambda body: _counts(body, "number"),
     "note": _note,

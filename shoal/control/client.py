@@ -15,6 +15,7 @@ from typing import Any
 
 from shoal.control import bounds, protocol
 from shoal.control.borrowed import Borrowed
+from shoal.control.drift import Told
 from shoal.control.generation import MAX_SLOTS, Generation
 from shoal.control.instructions import SetTarget, Stop
 from shoal.control.link import Link, close_inherited
@@ -70,6 +71,7 @@ class Client:
         self._news = threading.Condition()
         self._slot: int | None = None
         self._refused = ""
+        self._model: bytes | None = None  # the job's
         self._last_fault = 0
         self._numbers = itertools.count(1)  # of wishes and notes, which come from several threads
         self.newest: Generation | None = None
@@ -102,6 +104,19 @@ class Client:
                 self._news.wait(self._timeouts.backoff_first_s)
             return self._slot
 
+    def model(self, tensors: bytes) -> bytes:
+        """The job's model in words: this worker's, if it is the first to have one. Fails with CoordinatorLost after the
+        join timeout."""
+        self._link.keep("model", FromWorker(model={"tensors": tensors}))
+        with self._news:
+            if not self._news.wait_for(lambda: self._model is not None, self._timeouts.join_s):
+                raise CoordinatorLost(
+                    f"no word from {self._link.address} on the job's model; does it run (shoal status)?"
+                )
+        self._link.drop("model")
+        assert self._model is not None
+        return self._model
+
     def ready(self, *, follows: bool = False) -> None:
         """`follows`: where its host has no state yet, this worker can take it while others train."""
         self._link.keep("ready", FromWorker(ready={"follows": follows}))
@@ -125,6 +140,10 @@ class Client:
         """The connection to that slot's worker has ended, or for a budget there was none."""
         body = {"generation": generation, "slot": slot, "why": why[:_WHY_CHARS], "unreached": unreached}
         self._link.keep("broken", FromWorker(broken=body))
+
+    def checked(self, told: Told) -> None:
+        """The checksums of a state, to be compared with those that others have."""
+        self._link.keep("checked", FromWorker(checked=protocol.told_to_wire(told)))
 
     def finished(self, digest: str, step: int, seq: int, report: dict[str, Any]) -> None:
         body = {"digest": digest, "step": step, "seq": seq, "report_json": json.dumps(report)}
@@ -235,6 +254,8 @@ class Client:
                     self.dismissed = True
                 elif kind == "refused":
                     self._refused = body.reason
+                elif kind == "model":
+                    self._model = body.tensors
                 self._news.notify_all()
             if kind == "granted" and unwanted:
                 self.tell_leases()

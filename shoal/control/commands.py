@@ -62,7 +62,7 @@ class Commands:
 
     def __init__(self, run_dir: RunDir) -> None:
         self._run_dir = run_dir
-        self._tls = run_dir.tls()
+        self._token, self._tls = run_dir.token(), run_dir.tls()
         self._address = ""
         self._channel: Any = None
 
@@ -116,7 +116,7 @@ class Commands:
             response_deserializer=CommandReply.FromString,
         )
         try:
-            reply = call(request, metadata=protocol.credentials(self._run_dir.token()), timeout=timeout_s)
+            reply = call(request, metadata=protocol.credentials(self._token), timeout=timeout_s)
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.UNAUTHENTICATED:
                 raise TokenRefused(f"{address} refused the token; use the one in the job's run directory") from None

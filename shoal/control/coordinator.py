@@ -20,6 +20,7 @@ from typing import Any, Literal
 from shoal.control import bounds, lending, pieces, prometheus, protocol
 from shoal.control import membership as m
 from shoal.control.bounds import BadMessage
+from shoal.control.drift import Checks, Drift, Told
 from shoal.control.generation import Generation
 from shoal.control.hosts import Host, is_name
 from shoal.control.instructions import (
@@ -44,9 +45,9 @@ from shoal.control.journal import Journal, JournalDamaged, put_aside
 from shoal.control.membership import Membership, Outcome, State
 from shoal.control.protocol import CommandReply, CommandRequest, FromLauncher, FromWorker, ToLauncher, ToWorker
 from shoal.control.rebuild import Rebuilding, Report, Roster
-from shoal.control.rundir import RunDir
+from shoal.control.rundir import RunDir, write_atomically
 from shoal.control.status import Figures
-from shoal.errors import SettingsContradict, ShoalError
+from shoal.errors import RunDirUnusable, SettingsContradict, ShoalError
 from shoal.metrics import EventLog, event_line, fault_point
 from shoal.wording import counted
 
@@ -107,6 +108,7 @@ class Coordinator:
         self._workers: dict[str, Outbox] = {}
         self._launchers: dict[str, Outbox] = {}
         self._figures = Figures()
+        self._checks = Checks()
         self._stopping = asyncio.Event()
         self._broken: Exception | None = None
 
@@ -115,7 +117,7 @@ class Coordinator:
         return self._membership.number
 
     def status(self) -> dict[str, Any]:
-        return self._figures.status(self.run_dir, self._membership)
+        return {**self._figures.status(self.run_dir, self._membership), "alike_at": self._checks.alike_at or None}
 
     async def start(self) -> str:
         """Bind, at the port of the coordinator before if that is free. Returns host:port. Raises
@@ -134,9 +136,9 @@ class Coordinator:
             "Command": grpc.unary_unary_rpc_method_handler(self._command, None, protocol.to_bytes),
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(protocol.SERVICE, handlers),))
-        before = self.run_dir.address()
+        before = self.run_dir.address() or ""
         try:
-            port = self._listen(before or f"{self._bind}:0")
+            port = self._listen(before if before.rpartition(":")[0] == self._bind else f"{self._bind}:0")
         except RuntimeError:  # somebody else has it by now
             port = self._listen(f"{self._bind}:0")
         await self._server.start()
@@ -261,6 +263,7 @@ class Coordinator:
         lines = [line for instruction in instructions if (line := self._line(instruction)) is not None]
         if self._membership != before:
             fault_point("decided")
+            self._check_term()
             self._journal.record(self._membership, lines, self._events.size_bytes)
             fault_point("journaled")
         for line in lines:
@@ -270,9 +273,20 @@ class Coordinator:
         if self._membership.lent.passes:
             self._figures.note_samples(self._membership.lent.used()[0], self._clock())
 
+    def _check_term(self) -> None:
+        """RunDirUnusable when this coordinator has been followed by another, which may be elsewhere: what it decides is
+        of no effect any more."""
+        if self.run_dir.term() > self._claim.term:
+            raise RunDirUnusable(f"another coordinator has taken this one's place in {self.run_dir.path}")
+
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(self._membership.timeouts.probe_s)
+            try:
+                self._check_term()
+            except RunDirUnusable as followed:
+                self._broken = followed
+                return self.request_stop()
             if self._rebuilding is None:
                 self._post(m.on_tick)
             else:
@@ -295,6 +309,7 @@ class Coordinator:
         the place of an older one of the same in `streams`, and `closed` is called unless another has taken its own. A
         message that cannot be meant ends it."""
         await self._admit(context)
+        await context.send_initial_metadata(protocol.term_to_wire(self._claim.term))
         outbox = Outbox()
         whose = ""
         sending = asyncio.create_task(outbox.send_all(context))
@@ -412,6 +427,8 @@ class Coordinator:
         elif kind == "leases":
             said = protocol.said_from_wire(body, worker_id)
             self._post(lambda membership, now: lending.on_said(membership, worker_id, said))
+        elif kind == "model":
+            self._tell_worker(worker_id, ToWorker(model={"tensors": self._model(body.tensors)}))
         elif kind == "leave":
             self._post(lambda membership, now: m.on_leave(membership, worker_id))
         elif kind == "parked":
@@ -422,6 +439,9 @@ class Coordinator:
             # A death breaks connections too, and is told by its launcher: that goes first.
             event = partial(self._broken_link, worker_id, body)
             asyncio.get_running_loop().call_later(_DEATH_S, self._post, event)
+        elif kind == "checked":
+            told = protocol.told_from_wire(body)
+            self._post(lambda membership, now: self._checked(membership, worker_id, told))
         elif kind == "finished":
             report = bounds.details(body.report_json)
             details = {"digest": body.digest, "step": body.step, "seq": body.seq, "report": report}
@@ -435,6 +455,22 @@ class Coordinator:
             self._tell_worker(worker_id, ToWorker(heeded={"number": body.number}))
         elif kind == "scale":
             self._post(lambda membership, now: self._wished(membership, worker_id, body))
+
+    def _model(self, tensors: bytes) -> bytes:
+        """The job's model: that of the worker which is first to have one."""
+        file = self.run_dir.model_file
+        if not file.exists():
+            write_atomically(file, tensors)
+        return file.read_bytes()
+
+    def _checked(self, membership: Membership, worker_id: str, told: Told) -> Outcome:
+        worker = membership.worker(worker_id)
+        if worker is None or worker.state not in (State.MEMBER, State.LEAVING):
+            return membership, []
+        verdict = self._checks.on_told(worker_id, told)
+        if not isinstance(verdict, Drift):
+            return membership, []
+        return m.on_drift(membership, verdict, only_tell=self.run_dir.settings().get("on_drift") == "tell")
 
     def _broken_link(self, worker_id: str, broken: Any, membership: Membership, now: float) -> Outcome:
         on = m.on_unreached if broken.unreached else m.on_broken

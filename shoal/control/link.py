@@ -62,6 +62,7 @@ class Link:
         self.token_refused = threading.Event()
         self.refused: UserMistake | None = None  # why the newest attempt failed, if for certificates
         self.address = run_dir.address() or "127.0.0.1:0"  # of the newest attempt
+        self._term = 0  # of the newest coordinator that was heard
         self.answered = False  # the coordinator has said something on the present stream
 
     def start(self) -> None:
@@ -139,6 +140,10 @@ class Link:
                 self._call = method(self._outgoing(outbox), metadata=protocol.credentials(self._token))
             try:
                 for message in self._call:
+                    if (term := protocol.term_from_wire(self._call.initial_metadata())) < self._term:
+                        _log.warning("%s is an old coordinator: another has taken its place", self.address)
+                        break
+                    self._term = term
                     heard = self.answered = True
                     self.refused = None
                     self._open.set()

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
+from shoal.control.drift import Drift
 from shoal.control.generation import MAX_SLOTS, Generation, Member
 from shoal.control.hosts import Host, spread
 from shoal.control.instructions import (
@@ -29,7 +30,7 @@ from shoal.control.instructions import (
 )
 from shoal.control.timeouts import Timeouts
 from shoal.data.leases import Lent
-from shoal.errors import DataUnusable, OutOfSharedMemory, SettingsContradict
+from shoal.errors import DataUnusable, OutOfSharedMemory, SettingsContradict, StateDrifted, StateLost
 from shoal.wording import counted
 
 # What more workers can bring about: a newcomer that fails so is refused, and the job goes on as it was.
@@ -400,6 +401,14 @@ def on_roster(membership: Membership, host: Host, live: Iterable[str]) -> Outcom
     if known is not None and known.life not in ("", host.life):
         membership, instructions = on_host_lost(membership, host.name, "its launcher began anew")
         known = None
+    heir = [other.name for other in membership.hosts if host.home and other.home and other.name != host.name]
+    for name in heir:
+        membership, more = on_host_lost(membership, name, f"{host.name} has taken its place")
+        instructions += more
+    if heir and membership.newest is not None and not membership.in_state(State.MEMBER, State.LEAVING):
+        lost = "nobody who had the state of the job is left: go on from the newest checkpoint with shoal resume"
+        membership, more = on_stop(membership, Stop(lost, failed=True, kind=StateLost.__name__))
+        instructions += more
     membership, told = _seat(membership, host, known)
     alive = set(live)
     for worker in membership.workers:
@@ -555,6 +564,44 @@ def on_stop(membership: Membership, stop: Stop) -> Outcome:
     membership = replace(membership, stopping=stop, fault=membership.fault or stop.failed)
     membership, leaving = dismiss_all(membership)
     return membership, [Log("stopping", "", stop.reason), stop, *told, *leaving]
+
+
+def on_drift(membership: Membership, drift: Drift, *, only_tell: bool = False) -> Outcome:
+    """Copies of the state are not alike. Where most are, whoever has another is ended, and its successor takes the
+    state anew. Where nobody can tell which are right the job fails; all are ended then, and nobody writes a
+    checkpoint. With `only_tell` the event log tells of it, and the job goes on as it is."""
+    if membership.stopping is not None:
+        return membership, []
+    at, since = f"at step {drift.step:,}, first in {drift.tensor}", f"alike at step {drift.alike_at:,}"
+    odd = " and ".join(sorted(_holder(membership, copy) for copy in drift.others))
+    if only_tell:
+        text = f"the states of {odd} are not those of others {at} ({since}); the job goes on (--on-drift tell)"
+    elif drift.majority:
+        text = f"the state of {odd} is not that of most {at} ({since}): it is taken anew"
+    else:
+        text = (
+            f"the states of {odd} differ {at} ({since}), and nobody can tell which is right: remove the checkpoints of "
+            "later steps, and go on with shoal resume"
+        )
+    workers = {worker_id for copy in drift.others for worker_id in copy}
+    details = {"step": drift.step, "seq": drift.seq, "tensor": drift.tensor, "alike_at": drift.alike_at}
+    instructions: list[Instruction] = [Log("drift", "", text, {**details, "workers": sorted(workers)})]
+    if only_tell:
+        return membership, instructions
+    if not drift.majority:
+        stop = Stop(text, failed=True, kind=StateDrifted.__name__)
+        membership, told = _set_target(replace(membership, stopping=stop), membership.target, finishing=True)
+        instructions += [Log("stopping", "", text), stop, *told]
+        workers = {worker.worker_id for worker in membership.workers}
+    for worker in [it for it in membership.workers if it.worker_id in workers and not it.fenced]:
+        membership, more = fence(membership, worker, "its state has drifted")
+        instructions += more
+    return membership, instructions
+
+
+def _holder(membership: Membership, copy: Sequence[str]) -> str:
+    worker = membership.worker(copy[0])
+    return ", ".join(copy) + ("" if worker is None else f" on {worker.member.host}")
 
 
 # Signs of life.

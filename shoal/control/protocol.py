@@ -18,6 +18,7 @@ from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
+from shoal.control.drift import Told
 from shoal.control.generation import Generation, Member
 from shoal.control.instructions import SetTarget, Stop
 from shoal.control.timeouts import Timeouts
@@ -137,6 +138,16 @@ def stop_from_wire(body: Any) -> Stop:
     return Stop(body.reason, body.failed, body.kind)
 
 
+def told_to_wire(told: Told) -> dict[str, Any]:
+    copies = [{"workers": copy} for copy in told.copies]
+    return {**vars(told), "copies": copies, "names": list(told.sums), "sums": list(told.sums.values())}
+
+
+def told_from_wire(body: Any) -> Told:
+    copies = tuple(tuple(copy.workers) for copy in body.copies)
+    return Told(body.generation, body.seq, body.step, copies, dict(zip(body.names, body.sums, strict=True)))
+
+
 def lease_to_wire(lease: Lease) -> dict[str, int]:
     return {"number": lease.number, **vars(lease.shard), "used": lease.used}
 
@@ -180,6 +191,15 @@ def versions() -> dict[str, str]:
 def credentials(token: str) -> tuple[tuple[str, str], ...]:
     """The metadata of a call."""
     return (("authorization", f"Bearer {token}"),)
+
+
+def term_to_wire(term: int) -> tuple[tuple[str, str], ...]:
+    """The metadata of an answer: which coordinator of the job it is."""
+    return (("term", str(term)),)
+
+
+def term_from_wire(metadata: Iterable[tuple[str, str | bytes]]) -> int:
+    return int(next((value for key, value in metadata if key == "term"), 0))
 
 
 def key_of(token: str, generation: int) -> bytes:

@@ -26,6 +26,8 @@ _DRAFTS = (
     ".job.json.*",
     ".address.*",
     ".invitation.*",
+    ".model.*",
+    ".term.*",
     ".committed.json.*",
     "audit/.pass-*.json.*",
     "results/.pass-*.json.*",
@@ -101,6 +103,16 @@ class RunDir:
     @property
     def job_file(self) -> Path:
         return self.path / "job.json"
+
+    @property
+    def term_file(self) -> Path:
+        """Holds a number that grows with each coordinator."""
+        return self.path / "term"
+
+    @property
+    def model_file(self) -> Path:
+        """The tensors of the job's model, as the worker described them that was first to attach one."""
+        return self.path / "model"
 
     @property
     def lock_file(self) -> Path:
@@ -204,9 +216,18 @@ class RunDir:
         except BlockingIOError:
             os.close(fd)
             raise RunDirUnusable(f"another coordinator serves {self.path}; a job has one") from None
-        claim = Claim(fd)
+        # By the clock too: if the file is lost, the next coordinator is still above those that workers have heard.
+        claim = Claim(fd, max(self.term() + 1, int(time.time())))
         claim.write("")
+        write_atomically(self.term_file, str(claim.term))
         return claim
+
+    def term(self) -> int:
+        """The number of the newest coordinator; 0 before the first."""
+        try:
+            return int(self.term_file.read_text())
+        except (FileNotFoundError, ValueError):
+            return 0
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -226,7 +247,14 @@ class RunDir:
 
     def forget_ending(self) -> None:
         """The job goes on: how it ended is no longer so, and its coordinator begins anew."""
-        for name in ("committed.json", "address", "journal.sqlite", "journal.sqlite-wal", "journal.sqlite-shm"):
+        for name in (
+            "committed.json",
+            "address",
+            "model",
+            "journal.sqlite",
+            "journal.sqlite-wal",
+            "journal.sqlite-shm",
+        ):
             (self.path / name).unlink(missing_ok=True)
 
     def remove_drafts(self) -> None:
@@ -283,6 +311,7 @@ class Claim:
     """One coordinator's hold of a run directory."""
 
     fd: int
+    term: int  # above those of all coordinators before
 
     def write(self, phase: str) -> None:
         """Beside the pid; any but an empty one means that it serves. Always as long: readers see all or nothing."""
@@ -297,11 +326,11 @@ def finite(loss: float) -> float | None:
     return loss if math.isfinite(loss) else None
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """A reader sees the whole text or what was there before; only the owner can read it."""
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """A reader sees the whole content or what was there before; only the owner can read it."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(text)
+    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
     draft.replace(path)
 
 

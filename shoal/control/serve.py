@@ -40,16 +40,21 @@ class EmbeddedCoordinator:
         self._on_error: OnError = on_error
         self._started = threading.Event()
         self._address = ""
-        self._error: Exception | None = None
+        self.error: Exception | None = None  # that it ended with
         self._thread = threading.Thread(target=self._run, name="shoal-coordinator", daemon=True)
 
     def start(self) -> str:
         """host:port, once it serves. Raises what kept it from serving."""
         self._thread.start()
         self._started.wait()
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         return self._address
+
+    def ended(self, timeout_s: float) -> bool:
+        """Whether it ends within that time."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def stop(self) -> None:
         """Ends the server; workers are not told, as if it had been killed."""
@@ -61,7 +66,7 @@ class EmbeddedCoordinator:
         try:
             asyncio.run(self._serve())
         except Exception as error:  # whatever it is: `start` raises it, and later nobody waits for this thread
-            self._error = error
+            self.error = error
             _log.exception("the coordinator ended")
         finally:
             self._started.set()

@@ -130,6 +130,7 @@ class CoordinatorKeeper:
         next_worker: int = 0,
         address: str = "",
         hosts: Sequence[HostSpec] = (),
+        after: str = "",
     ) -> None:
         """As `CoordinatorProcess`."""
         self._run_dir, self._timeouts = run_dir, timeouts
@@ -137,9 +138,9 @@ class CoordinatorKeeper:
             CoordinatorProcess, run_dir, size, timeouts, on_error, generation, next_worker, address, hosts
         )
         self._succession = Succession()
-        self._start()
+        self._start(after)
 
-    def _start(self, after: str = "") -> None:
+    def _start(self, after: str) -> None:
         self._process = self._make(after=after)
 
     @property
@@ -172,6 +173,8 @@ class CoordinatorKeeper:
             except (errors.CertificateRefused, errors.CertificateUnusable):
                 if not answered:
                     raise
+            except FileNotFoundError:
+                pass  # the token is gone: a coordinator that cannot serve says so, and `keep` ends the job
             except errors.JobNotFound:
                 if watched is self._process and not watched.ended.is_set():
                     watched.kill(f"no answer for {within_s:g} s")

@@ -17,6 +17,7 @@ from shoal.control.rundir import Committed, RunDir
 from shoal.control.timeouts import Timeouts
 from shoal.launch.coordinator import CoordinatorKeeper
 from shoal.launch.fleet import Fleet
+from shoal.launch.heir import Inherited
 from shoal.launch.host import Ending, HostKeeper, Owner, Place
 from shoal.launch.launcher import Launcher
 from shoal.launch.local import clear_shared_memory
@@ -60,7 +61,7 @@ class Job(Owner):
         screen: Screen,
         origin: Origin = BEGINNING,
         log_limit_bytes: int = LOG_LIMIT_BYTES,
-        fleet: Fleet | None = None,
+        fleet: Fleet | Inherited | None = None,
     ) -> None:
         self._run_dir, self._size, self._timeouts = run_dir, size, timeouts
         self._relaunch, self._on_error = relaunch, on_error
@@ -88,6 +89,7 @@ class Job(Owner):
             self._origin.next_worker,
             self._environment.address,
             () if self._fleet is None else self._fleet.founders,
+            "the loss of the job's own host" if isinstance(self._fleet, Inherited) else "",
         )
         place = Place(socket.gethostname(), first_worker=self._origin.next_worker)
         if self._fleet is not None:

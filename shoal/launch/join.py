@@ -184,7 +184,8 @@ class Session(Owner):
         await self._until_unanswered(link)
 
     async def _until_unanswered(self, link: LauncherClient) -> None:
-        """A host that is cut off waits for the job to be reached again. But the job may be over, and nobody says so."""
+        """A host that is cut off waits for the job to be reached again, at another address if need be. But the job may
+        be over, and nobody says so."""
         loop = asyncio.get_running_loop()
         heard_s = loop.time()
         while True:
@@ -192,13 +193,16 @@ class Session(Owner):
             silent_s = loop.time() - heard_s
             if link.answered:
                 heard_s = loop.time()
-            elif silent_s > self._timeouts.deserted_s or (
-                self._host.shared and silent_s > self._timeouts.join_s and not self._host.run_dir.runs()
-            ):
+            elif silent_s > self._timeouts.deserted_s or (silent_s > self._timeouts.join_s and self._has_ended()):
                 where = self._host.told.address
                 return self.lost(
                     errors.HostUnusable(f"no word from the job at {where} for {silent_s:.0f} s: it is over")
                 )
+
+    def _has_ended(self) -> bool:
+        """Whether it can be seen that the job came to its end; if its own host was lost, another may take its place."""
+        run_dir = self._host.run_dir
+        return self._host.shared and not run_dir.runs() and run_dir.committed() is not None
 
     # ---- what others want
 

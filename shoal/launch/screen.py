@@ -81,7 +81,7 @@ def transition_line(event: Mapping[str, Any]) -> str | None:
         return f"{event['worker_id']} {event['event']}: {event['text']}"
     if event["event"] == "checkpointed":
         return f"checkpoint: {event['text']}"
-    if event["event"] == "checkpoint_failed":
+    if event["event"] in ("checkpoint_failed", "drift"):
         return str(event["text"])
     if event["event"] in _OF_THE_COORDINATOR:
         return f"{_OF_THE_COORDINATOR[event['event']]} {event['text']}"

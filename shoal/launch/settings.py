@@ -69,6 +69,7 @@ class JobSettings:
     target: int = 1
     budget_s: float = DEFAULT_BUDGET_S
     on_error: OnError = "stop"
+    on_drift: str = "stop"  # when hosts have other states: end what is wrong, or the job; or only tell
     restarts: int | None = None  # 10, or 3 for each worker
     backoff_s: float = Relaunch.first_delay_s
     memory_bytes: int | None = None
@@ -107,6 +108,8 @@ class JobSettings:
             )
         if self.device not in ("auto", "cpu", "cuda"):
             raise errors.SettingsContradict(f"--device {self.device} is none that can be asked for; auto, cpu or cuda")
+        if self.on_drift not in ("stop", "tell"):
+            raise errors.SettingsContradict(f"--on-drift {self.on_drift} is nothing that can be done; stop or tell")
         for name, size_bytes in (("memory_bytes", self.memory_bytes), ("log_bytes", self.log_bytes)):
             if size_bytes is not None and size_bytes < 1:
                 raise errors.SettingsContradict(f"{name} is {size_bytes}; write a number of bytes from 1 up")

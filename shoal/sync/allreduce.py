@@ -19,6 +19,7 @@ from shoal.metrics import fault_point
 from shoal.seconds import EXCHANGE
 from shoal.sync import words as w
 from shoal.sync.arena import Arena, shaped
+from shoal.sync.described import described
 from shoal.sync.exchange import Cut, Exchange, Sent
 from shoal.sync.far_buckets import Tuning
 from shoal.sync.following import CARRIED, GIVEN, STEPPED, Follower, Source, Told
@@ -31,7 +32,7 @@ from shoal.sync.ranges import owned
 from shoal.sync.replica import Replica, raw_bytes
 from shoal.sync.slices import Slice
 from shoal.sync.sums import bytes_of
-from shoal.sync.sync import State, Sync, Verdict
+from shoal.sync.sync import Agree, State, Sync, Verdict
 from shoal.sync.words import Words, tag
 
 # A gradient of at least so many elements goes to the lane as soon as it is there: later it would have left the cache,
@@ -56,16 +57,11 @@ class AllReduce(Sync):
             raise errors.SettingsContradict(f"AllReduce(wire={wire!r}): wire is 'full', 'bf16' or 'fp16'")
         self._wire = wire
 
-    def bind(self, replica: Replica, memory: HostMemory, words: Words, slot: int) -> None:
+    def bind(self, replica: Replica, memory: HostMemory, words: Words, slot: int, agree: Agree) -> None:
         self._replica = replica
         layout, self._parameters = plan(replica)
-        if words.layout not in (0, layout.digest):
-            raise errors.WorkersDiffer(
-                f"this worker's model ({layout}) has other names, shapes, dtypes or groups than the job's: "
-                f"every worker must build the same one"
-            )
-        self._words = words
-        self._arena = Arena(layout, memory)
+        agree(described(replica, layout))
+        self._arena, self._words = Arena(layout, memory), words
         self._lane = self._arena.lane(slot)
         # A worker that is alone is told of a stray write by the step; with others it must not happen at all.
         self._alone = isinstance(memory, OwnMemory)
@@ -186,7 +182,6 @@ class AllReduce(Sync):
             group.far.post_checked(slot, group.seq, STATE, self._arena.image(group.seq & 1))
         if group.takes is not None:
             group.far.take_checked(group.takes, group.seq, STATE, self._arena.image(group.seq & 1))
-            self._words.layout = self._arena.layout.digest
 
     @property
     def follows(self) -> bool:
@@ -223,8 +218,6 @@ class AllReduce(Sync):
         if group.rank == 0:
             self._found(seq)
         self._share(group, seq, 0)
-        if group.leads:
-            self._words.layout = self._arena.layout.digest
 
     def _share(self, group: Group, seq: int, rank: int) -> None:
         """Bring the state of commit `seq`, which that rank's host has, to the other hosts."""
@@ -414,6 +407,11 @@ class AllReduce(Sync):
             elif spec.kind != "none":
                 scalar = arena.scalars[parity][arena.layout.scalars.index(spec.key), index]
                 yield spec.key, torch.tensor(float(scalar), dtype=torch.float64)
+
+    def copies(self, group: Group) -> tuple[tuple[str, ...], ...]:
+        hosts = group.places.members
+        ids = {member.slot: member.worker_id for member in group.members}
+        return tuple(tuple(ids[slot] for slot in slots) for slots in hosts) if len(hosts) > 1 else ()
 
     def digest(self, seq: int) -> str:
         parity = seq & 1

@@ -320,7 +320,6 @@ class Follower:
             self._words.commit = commit.told.step
             made += 1
         if not self._behind:
-            self._words.layout = self._arena.layout.digest
             self.live = True
             caught_up()
 

@@ -166,6 +166,7 @@ class Group(Standing):
         self._others = [slot for slot in self.slots if slot != self.slot]
         self.followers = [follower.slot for follower in generation.followers]
         self.seq = 0  # of the newest commit, known once entered
+        self.checked = False  # that commit is to be
         self.behind = False  # this host does not have that commit's state yet
         self.gives: tuple[int, ...] = ()  # slots of workers to whom this one gives that state
         self.takes: int | None = None  # the slot from which this one, which leads its host, takes it
@@ -222,13 +223,17 @@ class Group(Standing):
         """Say that my slice is reduced and my partial norm posted; wait until everyone's is."""
         self._meet(w.REDUCED, None)
 
-    def commit(self) -> bool:
-        """Commit step `seq + 1`; true if all members now move to a newer generation together. Changed: this worker does
-        not know whether it was committed; the next generation's COMMIT says."""
+    def commit(self, *, check: bool = False) -> bool:
+        """Commit step `seq + 1`; `check`, of the lowest rank: it is to be checked. True if all members now move to a
+        newer generation together. Changed: this worker does not know whether it was committed; the next generation's
+        COMMIT says."""
         words, step = self.words, tag(self.generation.number, self.seq + 1)
         words.put(self.slot, w.SEEN, self._notice.newest)
+        if check:
+            words.put(self.slot, w.CHECK, self.seq + 1)
         fault_point("before_done")
         self._meet(w.DONE, "after_done", self.followers)
+        self.checked = words.get(self.slots[0], w.CHECK) == self.seq + 1
         planned = max(words.get(slot, w.SEEN) for slot in self.slots) > self.generation.number
         fault_point("before_commit")
         words.commit = step  # the commit point: the same store by every member

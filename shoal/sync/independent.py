@@ -10,7 +10,7 @@ import torch
 from shoal.sync.group import Group
 from shoal.sync.memory import HostMemory
 from shoal.sync.replica import Replica, raw_bytes
-from shoal.sync.sync import State, Sync, Verdict
+from shoal.sync.sync import Agree, State, Sync, Verdict
 from shoal.sync.words import Words
 
 
@@ -23,7 +23,7 @@ class Independent(Sync):
     def __init__(self, *, lockstep: bool = True) -> None:
         self.lockstep = lockstep
 
-    def bind(self, replica: Replica, memory: HostMemory, words: Words, slot: int) -> None:
+    def bind(self, replica: Replica, memory: HostMemory, words: Words, slot: int, agree: Agree) -> None:
         self._replica = replica
         self._verdict: Verdict | None = None
         self._attempted = 0

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from shoal import errors
 
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers of as many bytes
 Scheduler = Any  # torch's schedulers share no public base class that covers all of them
 
 

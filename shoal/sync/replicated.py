@@ -12,7 +12,6 @@ import json
 import math
 import os
 import socket
-import zlib
 from collections.abc import Callable
 from functools import partial
 
@@ -28,11 +27,12 @@ from shoal.sync import words as w
 from shoal.sync.batchnorm import SyncBatchNorm, Total
 from shoal.sync.buckets import Buckets
 from shoal.sync.communicator import Communicator, Handle, Meeting
+from shoal.sync.described import described
 from shoal.sync.group import Group
 from shoal.sync.memory import HostMemory
 from shoal.sync.replica import Replica, raw_bytes
 from shoal.sync.scaling import LossScaler
-from shoal.sync.sync import State, Sync, Verdict
+from shoal.sync.sync import MAX_SUM, Agree, State, Sums, Sync, Verdict, bits
 from shoal.sync.words import Words
 
 
@@ -45,16 +45,11 @@ class Replicated(Sync):
     def __init__(self, scaler: LossScaler | None = None) -> None:
         self.scaler = scaler
 
-    def bind(self, replica: Replica, memory: HostMemory, words: Words, slot: int) -> None:
+    def bind(self, replica: Replica, memory: HostMemory, words: Words, slot: int, agree: Agree) -> None:
         if isinstance(replica.optimizer, torch.optim.LBFGS):
             raise errors.OptimizerUnusable("LBFGS computes the loss again in each step: use another optimizer")
         self._replica, self._words, self._device = replica, words, replica.device
-        self._layout, self._model = _describe(replica)
-        if words.layout not in (0, self._layout):
-            raise errors.WorkersDiffer(
-                f"this worker's model ({self._model}) has other names, shapes, dtypes or groups than the job's: "
-                "every worker must build the same one"
-            )
+        agree(described(replica))
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
             _several_on_one(slot)
@@ -75,10 +70,6 @@ class Replicated(Sync):
         self._otherwise: Callable[[], None] | None = None  # and where it has not
         self._outside: list[tuple[torch.nn.Parameter, torch.Tensor]] = []  # parameters as committed, during an edit
 
-    @property
-    def model(self) -> str:
-        return self._model
-
     # Generations.
 
     def enter(self, group: Group) -> None:
@@ -95,7 +86,7 @@ class Replicated(Sync):
 
     def _meet(self, group: Group) -> None:
         """Make the communicator of this generation, and have everybody's state be the commit's."""
-        said: dict[str, object] = {"holds": self._at, "model": self._model}
+        said: dict[str, object] = {"holds": self._at}
         if group.rank == 0:
             self._meeting = Meeting()
             said["invitation"] = self._meeting.invitation
@@ -112,11 +103,6 @@ class Replicated(Sync):
         if not holders:
             raise _state_lost(group)
         root = holders[0]
-        if self._model != heard[root]["model"]:
-            raise errors.WorkersDiffer(
-                f"{group.members[group.rank].worker_id} has another model ({self._model}) than "
-                f"{group.members[root].worker_id} ({heard[root]['model']}): every worker must build the same one"
-            )
         if len(holders) == group.size:
             return
         if group.rank == root:
@@ -164,8 +150,6 @@ class Replicated(Sync):
             else:
                 arrived = transfer.receive(self._replica, self._communicator, "first", 0)
                 self._then = partial(self._install, arrived)
-        if group.rank == 0:
-            self._words.layout = self._layout
 
     # A step.
 
@@ -328,6 +312,35 @@ class Replicated(Sync):
             {name: _on_host(it) for name, it in model.items()}, kept | {n: _on_host(it) for n, it in outside.items()}
         )
 
+    def copies(self, group: Group) -> tuple[tuple[str, ...], ...]:
+        return tuple((member.worker_id,) for member in group.members) if group.size > 1 else ()
+
+    def checksums(self, seq: int) -> Callable[[], Sums]:
+        """Summed up on the device, as integers: copies of the state would have to be made first."""
+        self._conclude(seq)
+        replica = self._replica
+        names = [replica.names[id(parameter)] for parameter in self._parameters]
+        tensors: dict[str, torch.Tensor] = dict(replica.model.named_parameters())
+        tensors |= {f"buffers of {flat.dtype}": flat for flat in self._kept}
+        for index, key, value in transfer.kept_state(replica):
+            tensors[f"optimizer/{names[index]}/{key}"] = torch.as_tensor(math.nan if value is None else value)
+        sums = {name: bits(it).sum() for name, it in tensors.items()}
+        away = [name for name, it in sums.items() if it.is_cuda]
+        arrived: torch.cuda.Event | None = None
+        if away:
+            told = torch.empty(len(away), dtype=torch.int64, pin_memory=True)
+            told.copy_(torch.stack([sums[name] for name in away]), non_blocking=True)
+            sums |= dict(zip(away, told, strict=True))
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived.record()
+
+        def read() -> Sums:
+            if arrived is not None:
+                arrived.synchronize()
+            return {name: int(it) & MAX_SUM for name, it in sums.items()}
+
+        return read
+
     def digest(self, seq: int) -> str:
         self._conclude(seq)
         if self._at != seq:
@@ -372,16 +385,6 @@ def _several_on_one(slot: int) -> None:
     turn = slot // torch.cuda.device_count()
     if turn:
         os.environ.setdefault("NCCL_HOSTID", f"{socket.gethostname()}-{turn}")
-
-
-def _describe(replica: Replica) -> tuple[int, str]:
-    """A number and a few words, alike on workers whose models have the same tensors."""
-    groups = [len(group["params"]) for group in replica.optimizer.param_groups]
-    tensors = [(name, it.dtype, tuple(it.shape)) for name, it in replica.model.named_parameters()]
-    tensors += [("", flat.dtype, tuple(flat.shape)) for flat in replica.buffers.flat]
-    number = zlib.crc32(repr((groups, tensors, type(replica.optimizer).__name__)).encode()) | 1 << 32
-    elements = sum(it.numel() for it in replica.model.parameters())
-    return number, f"{len(tensors)} tensors, {elements:,} parameters, {number & 0xFFFFFFFF:08x}"
 
 
 def _state_lost(group: Group) -> errors.StateLost:

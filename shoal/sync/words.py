@@ -16,10 +16,11 @@ from shoal.sync.memory import HostMemory, map_bytes
 
 # A slot's words, by index of 8 bytes within its two cache lines. TOLD: the COMMIT of its host when it acknowledged, and
 # INCUMBENT: whether it has had a state before; GAVE: the step whose gradients it gives; for workers of other hosts.
+# CHECK: the commit that the lowest rank wants to be checked.
 # WRITTEN_OF, WRITTEN: which buckets of a step's gradients lie in its lane, as bits; for workers of its own host.
 # FOLLOWS: the commit of which a follower gets the state, HOLDS: that of which this worker keeps a copy for followers.
-BELL, ACK, READY, REDUCED, DONE, SEEN, STATEMENT, NAMES, TOLD, INCUMBENT, GAVE, WRITTEN_OF, WRITTEN = range(13)
-FOLLOWS, HOLDS = 13, 14
+BELL, ACK, READY, REDUCED, DONE, SEEN, STATEMENT, NAMES, TOLD, INCUMBENT, GAVE, WRITTEN_OF, WRITTEN, CHECK = range(14)
+FOLLOWS, HOLDS = 14, 15
 _LINE = 16
 
 # A slot's values (64-bit floats), valid once READY (or REDUCED, for the norm) carries the tag.
@@ -28,7 +29,7 @@ MAX_METRICS = 28
 _VALUES = 32
 MAX_NAMES_BYTES = 4000
 
-_COMMIT, _LAYOUT, _NAMES_BYTES, _GREETING, _BUCKETS = 0, 8, 16, 24, 48
+_COMMIT, _NAMES_BYTES, _GREETING, _BUCKETS = 0, 16, 24, 48
 _NAMES_AT = 64
 _SLOTS_AT = 4096
 _VALUES_AT = _SLOTS_AT + MAX_SLOTS * _LINE * 8
@@ -107,15 +108,6 @@ class Words:
     def commit(self, value: int) -> None:
         fence()
         self._u64[_COMMIT] = value
-
-    @property
-    def layout(self) -> int:
-        """Digest of the layout of the founders' model, 0 before there is one."""
-        return self._u64[_LAYOUT // 8]
-
-    @layout.setter
-    def layout(self, value: int) -> None:
-        self._u64[_LAYOUT // 8] = value
 
     @property
     def names(self) -> bytes:
@@ -207,7 +199,8 @@ class Words:
         """Write what a worker of another host has told, in an order in which it might have been written here."""
         self._map[_VALUES_AT + slot * _VALUES * 8 : _VALUES_AT + (slot + 1) * _VALUES * 8] = bytes(line[_LINE * 8 :])
         told = line[: _LINE * 8].cast("Q")
-        for word in (TOLD, INCUMBENT, FOLLOWS, HOLDS, STATEMENT, NAMES, SEEN, GAVE, READY, REDUCED, DONE, ACK):
+        told_first = (TOLD, INCUMBENT, FOLLOWS, HOLDS, STATEMENT, NAMES, SEEN, GAVE, CHECK)
+        for word in (*told_first, READY, REDUCED, DONE, ACK):
             self.put(slot, word, told[word])
         self.ring(slot)
 

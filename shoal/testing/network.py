@@ -1,5 +1,5 @@
 """Several hosts on one machine, for tests and benchmarks: a network namespace with an address of its own for each, and
-a bridge between them. Links can be cut, limited, or lose one direction. Needs root, `ip` and `tc`."""
+a bridge between them. Links can be cut, limited, slow, or lose one direction. Needs root, `ip` and `tc`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
@@ -34,6 +35,7 @@ class Network:
         self.addresses = [f"{_SUBNET}.{host + 1}" for host in range(hosts)]
         self._hub = f"{_PREFIX}-{os.getpid()}-hub"
         self._names = [f"{_PREFIX}-{os.getpid()}-{host}" for host in range(hosts)]
+        self._delaying: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Network:
         _remove_of_the_dead()
@@ -53,6 +55,8 @@ class Network:
     def __exit__(
         self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._delaying is not None:
+            self._end_delaying(self._delaying)
         for name in (*self._names, self._hub):
             with suppress(subprocess.CalledProcessError):
                 _run("ip", "netns", "delete", name)
@@ -88,6 +92,37 @@ class Network:
         for name in self._names:
             with suppress(subprocess.CalledProcessError):
                 _run("tc", "-n", name, "qdisc", "delete", "dev", "eth0", "root")
+
+    def delay(self, ms: float) -> None:
+        """What each host sends arrives so much later, all of it and in order. 0: no longer."""
+        before, self._delaying = self._delaying, None
+        hosts = range(len(self._names))
+        if before is not None:
+            self._end_delaying(before)
+        for host in hosts:
+            # Between the host's port and the bridge there is a relay, by way of a link of its own.
+            if ms and before is None:
+                _run(
+                    "ip", "-n", self._hub, "link", "add", f"relay{host}", "type", "veth", "peer", "name", f"late{host}"
+                )
+                _run("ip", "-n", self._hub, "link", "set", f"relay{host}", "up")
+                _run("ip", "-n", self._hub, "link", "set", f"late{host}", "master", "bridge", "up")
+                _run("ip", "-n", self._hub, "link", "set", f"port{host}", "nomaster")
+            elif not ms and before is not None:
+                _run("ip", "-n", self._hub, "link", "delete", f"relay{host}")
+                _run("ip", "-n", self._hub, "link", "set", f"port{host}", "master", "bridge")
+        if not ms:
+            return
+        pairs = [f"port{host}:relay{host}" for host in hosts]
+        command = ["ip", "netns", "exec", self._hub, sys.executable, "-m", "shoal.testing.delay", f"{ms:g}", *pairs]
+        self._delaying = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self._delaying.stdout is not None
+        if self._delaying.stdout.readline() != "ready\n":
+            raise OSError(f"frames cannot be held back here: exit status {self._delaying.wait()}")
+
+    def _end_delaying(self, process: subprocess.Popen[str]) -> None:
+        process.kill()
+        process.communicate()
 
     def sent_bytes(self, host: int) -> int:
         """All that the host has sent so far, with the headers of its packets."""

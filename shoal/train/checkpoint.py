@@ -25,7 +25,7 @@ from shoal import checkpoints
 from shoal.checkpoints import Every, Tensor
 from shoal.errors import CheckpointUnusable
 from shoal.sync.record import Record
-from shoal.sync.replica import Replica
+from shoal.sync.replica import BITS, Replica
 from shoal.sync.sync import State
 from shoal.wording import amount
 
@@ -34,7 +34,6 @@ _DTYPES = {
     torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64", torch.complex64: "C64",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LOWEST_PRIORITY = 19
 _PATIENCE_S = 600.0  # for a disk that does not answer
 
@@ -187,7 +186,7 @@ def _copied(state: State) -> dict[str, dict[str, Tensor]]:
         for name, tensor in tensors.items():
             if tensor.dtype not in _DTYPES:
                 raise CheckpointUnusable(f"{name} is {tensor.dtype}, which the format cannot hold")
-            bits = tensor.detach().view(_BITS[tensor.element_size()]).numpy()
+            bits = tensor.detach().view(BITS[tensor.element_size()]).numpy()
             data = memory[at : at + _nbytes(tensor)]
             np.frombuffer(data, bits.dtype).reshape(bits.shape)[...] = bits
             files[file][name] = Tensor(_DTYPES[tensor.dtype], tuple(tensor.shape), data)

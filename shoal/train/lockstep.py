@@ -19,6 +19,7 @@ from shoal.sync.sync import Sync
 from shoal.sync.words import generation_of, seq_of
 from shoal.train.attempt import Attempt, Batch
 from shoal.train.callbacks import Callbacks
+from shoal.train.check import Checker
 from shoal.train.checkpoint import Moment, Restored, Saver
 from shoal.train.evaluate import Results
 from shoal.train.pace import Pace, Use, begun_inside
@@ -44,9 +45,17 @@ class Lockstep(Pace):
         self._in_pass: Pass | None = None
         self._split_is_new = True  # the loader has to be started again
         seat.parking.follow = sync.follow
+        self._checker = Checker(seat.client.checked)
+        self._copies: tuple[tuple[str, ...], ...] = ()  # of the state, in this generation
+        stepper.wants_check = lambda last: bool(self._copies) and self._checker.due(last=last)
+        stepper.before_ready = self._before_ready
         if saver is not None:
-            stepper.before_ready = saver.before
             seat.client.on_checkpoint = saver.ask
+
+    def _before_ready(self, seq: int) -> None:
+        self._checker.before(seq)
+        if self._saver is not None:
+            self._saver.before(seq)
 
     # One pass.
 
@@ -154,6 +163,9 @@ class Lockstep(Pace):
             self._split_is_new = True
             self._seconds.give_up()
         if report is not None:
+            if group.checked and seat.worker_id in [copy[0] for copy in self._copies]:
+                sums = self._sync.checksums(group.seq)
+                self._checker.take(seat.generation, group.seq, seat.record.step, self._copies, sums)
             self._trained(pass_, report)
         if planned and seat.group is group:  # an edit in a callback may have moved on already
             self._reconfigure()
@@ -263,6 +275,7 @@ class Lockstep(Pace):
         seat = self._seat
         self._split_is_new = True
         founded = False
+        self._checker.hold()
         if self._saver is not None:
             self._saver.hold()  # whoever comes next may overwrite what is being copied
         while True:
@@ -289,6 +302,7 @@ class Lockstep(Pace):
             except Changed:
                 continue
         seat.parking.incumbent = True
+        self._copies = self._sync.copies(group)
         seat.record = seat.records.read(group.seq)
         self._stepper.enter(seat.record)
         return founded
@@ -297,6 +311,7 @@ class Lockstep(Pace):
 
     def finish(self) -> None:
         """The script has come to its end: the lowest rank keeps what is committed."""
+        self._checker.hold()
         group = self._seat.group
         if self._saver is not None and group is not None and group.rank == 0:
             self._save_and_wait(self._saver)

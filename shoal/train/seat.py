@@ -3,9 +3,11 @@ generations. And where it is from then on: its group, its pass, the newest commi
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
+import zlib
 from dataclasses import replace
 
 from shoal import metrics, process
@@ -17,6 +19,7 @@ from shoal.data import ledger
 from shoal.data.ledger import ENDED, Cursor, Pass
 from shoal.metrics import fault_point
 from shoal.seconds import Seconds
+from shoal.sync.described import check_alike
 from shoal.sync.group import Group
 from shoal.sync.hosts import Relay
 from shoal.sync.memory import HostMemory
@@ -64,6 +67,11 @@ class Seat:
 
     def _on_unreached(self, generation: int, slot: int) -> None:
         self.client.broken(generation, slot, "there is none", unreached=True)
+
+    def agree(self, tensors: dict[str, str]) -> None:
+        """WorkersDiffer where the job's model has other tensors; if it has none yet, it is this one."""
+        said = self.client.model(zlib.compress(json.dumps(tensors).encode()))
+        check_alike(self.worker_id, tensors, json.loads(zlib.decompress(said)))
 
     @property
     def rank(self) -> int:

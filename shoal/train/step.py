@@ -50,6 +50,8 @@ class Stepper:
         self.newest_pass = 0  # of the last step that was voted on
         self._greeted = 0  # the generation whose newcomers know the hyperparameters
         self.edits = 0  # that the script made outside of passes
+        # For the lowest rank, with whether the step is the last of its pass: whether it is to be checked.
+        self.wants_check: Callable[[bool], bool] = lambda last: False
         self.before_ready: Callable[[int], None] = lambda seq: None  # called with the commit that is made ready for
         self.pending: StepReport | None = None
 
@@ -87,7 +89,8 @@ class Stepper:
             gradient_norm=norm,
             duration_s=time.perf_counter() - attempt.began_s,
         )
-        planned = self._commit(group)
+        last = attempt.batch.last and attempt.batch.epoch + 1 == pass_.epochs
+        planned = self._commit(group, check=group.rank == 0 and self.wants_check(last))
         self.pending, self.fresh = None, False
         self._sync.settle(group)
         return report, planned
@@ -192,14 +195,14 @@ class Stepper:
         if group.behind:
             group.adopt()
 
-    def _commit(self, group: Group) -> bool:
+    def _commit(self, group: Group, *, check: bool = False) -> bool:
         """The record of the commit is written on every host; followers get it too."""
         if group.followers and group.rank == 0:
             assert group.far is not None
             for slot in group.followers:
                 packed = memoryview(self._records.pack(group.seq + 1))
                 group.far.post_checked(slot, group.seq + 1, RECORD, [packed])
-        return group.commit()
+        return group.commit(check=check)
 
     def enter(self, record: Record) -> None:
         """The record's text is the committed one from here on."""

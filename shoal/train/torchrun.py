@@ -6,6 +6,7 @@ The first of a host starts the job's launcher; all of them come to its hall (`la
 from __future__ import annotations
 
 import array
+import contextlib
 import json
 import os
 import socket
@@ -33,8 +34,10 @@ class Guest:
 
     def wait(self) -> WorkerEnvironment:
         """What this process is told when it becomes a worker. Fails with JobNotFound if the job ends before that."""
-        data, ancillary, _, _ = self._connection.recvmsg(1 << 18, socket.CMSG_SPACE(4))
-        fds = array.array("i")
+        data, fds = b"", array.array("i")
+        ancillary: list[tuple[int, int, bytes]] = []
+        with contextlib.suppress(ConnectionError):
+            data, ancillary, _, _ = self._connection.recvmsg(1 << 18, socket.CMSG_SPACE(4))
         for level, kind, content in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 fds.frombytes(content[:4])
@@ -56,13 +59,12 @@ class Guest:
         self._say({"left": exit_code})
 
     def _say(self, packet: dict[str, int]) -> None:
-        try:
+        with contextlib.suppress(OSError):  # the launcher has ended
             self._connection.send(json.dumps(packet).encode())
-        except OSError:  # the launcher has ended
-            pass
 
     def _end_with_launcher(self) -> None:
-        self._connection.recv(1)
+        with contextlib.suppress(ConnectionError):  # it had not read all that was said
+            self._connection.recv(1)
         if not self._left:
             os.write(2, b"shoal: the launcher of the job has ended, and so does this worker\n")
             os._exit(1)

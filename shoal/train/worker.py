@@ -151,7 +151,7 @@ class Worker:
         # What is scaled how belongs to a commit as the state of schedulers does.
         kept = (*schedulers, *epoch_schedulers, *((scaler,) if scaler is not None else ()))
         self._replica = Replica(model, optimizer, kept)
-        self._sync.bind(self._replica, seat.memory, seat.words, seat.slot)
+        self._sync.bind(self._replica, seat.memory, seat.words, seat.slot, seat.agree)
         if restored is not None:
             restored.apply_training(self._replica)
         self._audit = AuditWriter(self._run_dir.audit, self.id)

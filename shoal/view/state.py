@@ -100,6 +100,8 @@ def line_of(name: str, state: Mapping[str, Any]) -> str:
         parts.append(f"{rate(state['rate'])} samples/s")
     if state["loss"] is not None:
         parts.append(f"loss {state['loss']:.4f}")
+    if state.get("alike_at") is not None:
+        parts.append(f"states alike at step {state['alike_at']:,}")
     if progress is not None and state["phase"] not in OVER:
         left_s = progress.left_s(state["rate"])
         parts.append(f"{progress.fraction:.0%} done" + (f", ETA {clock(left_s)}" if left_s is not None else ""))

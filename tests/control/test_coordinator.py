@@ -16,10 +16,10 @@ from shoal.control import commands
 from shoal.control.client import Client, LauncherClient, Progress
 from shoal.control.generation import Generation
 from shoal.control.membership import found
-from shoal.control.rundir import RunDir
+from shoal.control.rundir import RunDir, write_atomically
 from shoal.control.serve import EmbeddedCoordinator
 from shoal.control.timeouts import Timeouts
-from shoal.errors import CoordinatorLost, JobNotFound, SettingsContradict, TokenRefused
+from shoal.errors import CoordinatorLost, JobNotFound, RunDirUnusable, SettingsContradict, TokenRefused
 from shoal.metrics import read_events
 from shoal.testing.faults import JournalFate, lose_journal
 
@@ -608,3 +608,51 @@ def test_a_failure_that_only_the_launcher_still_knows_costs_the_job_the_newcomer
     assert launcher.hear("excuse") == ("excuse", "w1")
     status = job.status()
     assert (status["phase"], status["target"]) == ("running", 1)
+
+
+def test_a_coordinator_that_was_followed_by_another_elsewhere_decides_nothing_more_and_ends(
+    make_job: Callable[..., Job],
+) -> None:
+    job = make_job()
+    job.worker("w0")
+    # As one does that comes up on another machine, where the lock of a machine that is cut off has been given up.
+    write_atomically(job.run_dir.term_file, str(job.run_dir.term() + 1))
+    assert job.server.ended(WAIT_S)
+    assert isinstance(job.server.error, RunDirUnusable)
+    assert "taken this one's place" in str(job.server.error)
+
+
+def test_an_old_coordinator_that_comes_back_is_not_listened_to(make_job: Callable[..., Job]) -> None:
+    job = make_job()
+
+    def another(after: int) -> None:
+        job.server.stop()
+        write_atomically(job.run_dir.term_file, str(after))
+        job.bring_up()
+
+    another(after=1 << 40)
+    worker = job.worker("w0")
+    worker.client.ready()
+    another(after=1)
+    job.worker("w1").client.ready()
+    assert worker.client.wait_newer(0, 1.0) is None
+    another(after=1 << 41)
+    assert worker.client.wait_newer(0, WAIT_S) is not None
+
+
+def test_a_coordinator_goes_on_and_is_followed_although_the_number_of_its_term_is_lost(
+    make_job: Callable[..., Job],
+) -> None:
+    job = make_job()
+    workers = [job.worker("w0"), job.worker("w1")]
+    job.run_dir.term_file.unlink()
+    for worker in workers:
+        worker.client.ready()
+    first = [worker.client.wait_newer(0, WAIT_S) for worker in workers]
+    assert None not in first
+    job.server.stop()
+    job.run_dir.term_file.unlink(missing_ok=True)
+    job.bring_up()
+    job.worker("w2").client.ready()
+    commands.scale(job.run_dir, 3)
+    assert all(worker.client.wait_newer(1, WAIT_S) is not None for worker in workers)

@@ -253,6 +253,11 @@ BAD: dict[str, tuple[str, tuple[Any, ...]]] = {
         (worker(), FromWorker(beat={"seconds": {f"{n:0100}": 1.0 for n in range(2000)}})),
     ),
     "seconds that are none": ("Work", (worker(), FromWorker(beat={"seconds": {"compute": float("nan")}}))),
+    "a model beyond all": ("Work", (worker(), FromWorker(model={"tensors": bytes(bounds.MAX_MODEL_BYTES + 1)}))),
+    "checksums without names": (
+        "Work",
+        (worker(), FromWorker(checked={"copies": [{"workers": ["x1"]}, {"workers": ["x2"]}], "sums": [1]})),
+    ),
     "no host's launcher": ("Launch", (FromLauncher(hello={}),)),
     "a launcher of crowds": (
         "Launch",

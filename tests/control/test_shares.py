@@ -186,3 +186,36 @@ def test_a_job_whose_workers_end_everywhere_of_their_own_accord_is_over() -> Non
     job.feed(m.on_idle(job.membership, "b"))
     assert job.of(Stop) == [Stop("every worker has gone")]
     assert not job.of(Bye)
+
+
+def with_home(*members: str) -> Job:
+    """Workers on the job's own host, which has no name before theirs, and on one that joined."""
+    job = Job(2, far=2)
+    job.feed(m.on_roster(job.membership, Host("here", 2, "here1", home=True), ()))
+    for worker_id in members:
+        host = "far" if worker_id.startswith("far") else "here"
+        job.feed(m.on_join(job.membership, worker_id, host, 0.0, launched=True))
+    for worker_id in members:
+        job.feed(m.on_ready(job.membership, worker_id))
+    return job
+
+
+def test_whoever_takes_the_place_of_the_jobs_own_host_takes_its_workers_for_lost_and_the_others_go_on() -> None:
+    job = with_home("w0", "far-w0")
+    job.feed(m.on_roster(job.membership, Host("~", 0, "heir", home=True), ()))
+    assert [log.worker_id for log in job.told if isinstance(log, Log) and log.kind == "lost"] == ["w0"]
+    newest = job.membership.newest
+    assert newest is not None
+    assert newest.fault
+    assert [member.worker_id for member in newest.members] == ["far-w0"]
+    assert job.membership.stopping is None
+    assert {host.name for host in job.membership.hosts} == {"far", "~"}
+
+
+def test_if_all_who_had_the_state_were_on_the_lost_host_the_job_ends_instead_of_beginning_anew() -> None:
+    job = with_home("w0", "w1")
+    job.feed(m.on_join(job.membership, "far-w0", "far", 0.0, launched=True))
+    job.feed(m.on_roster(job.membership, Host("~", 0, "heir", home=True), ()))
+    stop = job.membership.stopping
+    assert stop is not None
+    assert (stop.failed, stop.kind) == (True, "StateLost")

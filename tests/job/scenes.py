@@ -181,12 +181,31 @@ def differs(worker: shoal.Worker) -> None:
 
 
 def shapes(worker: shoal.Worker) -> None:
-    """The model depends on who one is, and takes as many bytes."""
-    wide = 8 if worker.id == "w0" else 6
+    """The model depends on who one is."""
+    wide = 8 if worker.id in ("w0", "a-w0") else 6
     net = nn.Sequential(nn.Linear(16, wide, bias=False), nn.Linear(wide, 5, bias=False)).double()
-    worker.attach(net, torch.optim.SGD(net.parameters(), lr=0.01))
-    for batch in worker.batches(data(Case("")), global_batch=48):
+    sync = shoal.Replicated() if "replicated" in sys.argv else None
+    worker.attach(net, torch.optim.SGD(net.parameters(), lr=0.01), sync)
+    for batch in worker.batches(data(Case("")), global_batch=48, epochs=400 if GATE is not None else 1):
+        hold(worker)
         worker.step(loss_of(net, batch))
+
+
+def drifts(worker: shoal.Worker) -> None:
+    """A bit of the memory of the host that is named by the third argument flips, in the first of two passes."""
+    net = model(Case(""))
+    worker.attach(net, torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9))
+    for _ in range(2):
+        for batch in worker.batches(data(Case("")), global_batch=48, epochs=3):
+            if worker.id == f"{sys.argv[3]}-w0" and worker.steps == 5:
+                flip(worker)
+            worker.step(loss_of(net, batch))
+
+
+def flip(worker: shoal.Worker) -> None:
+    arena, group = worker._sync._arena, worker._seat.group
+    bits = arena.planes[0]["momentum_buffer"][group.seq & 1].view(torch.int64)
+    bits[arena.layout.segments[0].tensors[1].offset] ^= 1 << 20
 
 
 def decays(worker: shoal.Worker) -> None:

@@ -5,11 +5,16 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from shoal.control.rundir import RunDir
+from shoal.data.audit import audit
 from shoal.data.fed import Fed
 from shoal.testing import FaultPlan, JobResult, LocalJob
 from shoal.testing.faults import JournalFate
@@ -240,3 +245,67 @@ def test_a_seeded_sweep_of_coordinator_kills(tmp_path: Path, workers: int) -> No
     assert len(result.of("restarted")) >= 20
     assert result.of("rebuilt")
     assert result.of("lost")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ends", ["by itself", "stopped"])
+def test_the_jobs_own_host_is_lost_and_its_coordinator_is_started_elsewhere(tmp_path: Path, ends: str) -> None:
+    """Its launcher is killed, and with it the coordinator and the worker there. Those of hosts that joined train on."""
+    (tmp_path / "out").mkdir()
+    gate, run_dir = Gate(tmp_path / "out" / "gate"), RunDir(tmp_path / "run")
+    gate.open(40)
+    options = ("--address", "127.0.0.1", "--budget", "2", "--threads", "1")
+    arguments = ["breaks", str(tmp_path / "out"), "gated"]
+    home = LocalJob(SCENES, arguments, workers=1, directory=run_dir.path, options=options)
+    home.start()
+    home.wait_until(lambda: run_dir.address() is not None)
+    others = []
+
+    def start(name: str, *words: str) -> None:
+        with open(tmp_path / name, "w") as output:
+            command = [sys.executable, "-m", "shoal", *words]
+            others.append(subprocess.Popen(command, cwd=tmp_path, stdout=output, stderr=subprocess.STDOUT))
+
+    try:
+        for name in ("a", "b"):
+            start(name, "join", str(run_dir.invitation_file), "--slots", "1", "--host-name", name)
+        home.wait_until(lambda: members(home) == {"w0", "a-w0", "b-w0"})
+        before = {it["worker_id"]: it["pid"] for it in home.status()["workers"]}
+        gate.open(100)
+        home.wait_until(lambda: home.status().get("step", 0) >= 60)
+        home.kill()
+        start("heir", "coordinator", str(run_dir.path), "--address", "127.0.0.2")
+        until(lambda: members(home) == {"a-w0", "b-w0"})
+        assert str(run_dir.address()).startswith("127.0.0.2:")
+        until(lambda: home.status().get("step", 0) >= 100)
+        after = {it["worker_id"]: it["pid"] for it in home.status()["workers"]}
+        assert after == {name: pid for name, pid in before.items() if name != "w0"}, "nobody was started again"
+        if ends == "stopped":
+            home.stop()
+        gate.open(1000)
+        for name, process in zip(("a", "b", "heir"), others, strict=True):
+            assert process.wait(60) == 0, (name, (tmp_path / name).read_text(), (tmp_path / "heir").read_text())
+    finally:
+        for process in (home.process, *others):
+            process.kill()
+            process.wait()
+    events = home.events()
+    assert [event["worker_id"] for event in events if event["event"] == "lost"] == ["w0"]
+    committed = run_dir.committed()
+    assert committed is not None
+    report = audit(run_dir.audit, committed.seq)
+    assert report.clean, str(report)
+    digests = {event["digest"] for event in events if event["event"] == "finished"}
+    assert len(digests) == (1 if ends == "by itself" else 0)
+    assert "audit: 0 lost, 0 repeated" in (tmp_path / "heir").read_text()
+
+
+def members(job: LocalJob) -> set[str]:
+    return set().union(*(event["members"] for event in job.events("generation")[-1:]))
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)

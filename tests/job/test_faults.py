@@ -31,6 +31,7 @@ def check(case: Case, result: JobResult, tolerance: float = 1e-10) -> None:
     """Whoever was left ended with the same bits, every sample was used once, and the state is the undisturbed one."""
     assert result.exit_code == 0, result.output
     assert result.audit.clean, str(result.audit)
+    assert not result.of("drift")
     # Who came after the last step has nothing to tell of a state that is on the others' devices.
     seen = {it for it in result.digests.values() if it or not case.replicated}
     assert len(seen) == 1, result.digests

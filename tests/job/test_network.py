@@ -30,10 +30,10 @@ class FarJob:
     """A job of two workers on host 0, which others join with two each. Nothing of it is reached but its files: the test
     is on none of its hosts."""
 
-    def __init__(self, network: Network, folder: Path, budget_s: float = 2.0) -> None:
+    def __init__(self, network: Network, folder: Path, budget_s: float = 2.0, epochs: int = 12) -> None:
         self.network, self.folder = network, folder
         self.gate = Gate(folder / "gate")
-        self.case = Case(str(folder / "out"), epochs=12, gate=str(self.gate.path))
+        self.case = Case(str(folder / "out"), epochs=epochs, gate=str(self.gate.path))
         (folder / "out").mkdir()
         self.run_dir = RunDir(folder / "run")
         command = [
@@ -137,6 +137,69 @@ def test_a_link_that_is_cut_for_a_second_is_a_pause_and_nothing_else(tmp_path: P
             assert not job.events("lost")
             later = job.events("generation")[generations:]
             assert all("finished" in generation["cause"] for generation in later)
+        finally:
+            job.close()
+
+
+ECHO = """
+import socket, sys, time
+address, size = sys.argv[1], int(sys.argv[2])
+server = socket.create_server((address, 7))
+print("ready", flush=True)
+end, _ = server.accept()
+with end:
+    left = size
+    while left:
+        left -= len(end.recv(min(left, 1 << 16)))
+    end.sendall(b"!")
+"""
+SEND = """
+import socket, sys, time
+address, size = sys.argv[1], int(sys.argv[2])
+end = socket.create_connection((address, 7))
+began = time.monotonic()
+end.sendall(bytes(size))
+assert end.recv(1) == b"!"
+print(time.monotonic() - began)
+"""
+
+
+def exchanged_s(network: Network, size_bytes: int) -> float:
+    """How long so many bytes take from host 0 to host 1, with an answer."""
+    arguments = [network.addresses[1], str(size_bytes)]
+    echo = [sys.executable, "-c", ECHO, *arguments]
+    with subprocess.Popen(network.on(1, echo), stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        assert server.stdout.readline() == "ready\n"
+        send = network.on(0, [sys.executable, "-c", SEND, *arguments])
+        return float(subprocess.run(send, check=True, capture_output=True, text=True, timeout=WAIT_S).stdout)
+
+
+def test_packets_are_delayed_both_ways_and_all_arrive() -> None:
+    with Network(2) as network:
+        network.delay(50)
+        assert exchanged_s(network, 1) >= 0.1
+        assert exchanged_s(network, 16 << 20) >= 0.1
+        network.delay(200)
+        assert exchanged_s(network, 1) >= 0.4
+        network.delay(0)
+        exchanged_s(network, 1)
+
+
+@pytest.mark.slow
+def test_packets_that_are_late_cost_time_and_nothing_else(tmp_path: Path) -> None:
+    with Network(2) as network:
+        network.delay(50)
+        job = FarJob(network, tmp_path, epochs=5)
+        try:
+            job.join(1)
+            job.gate.open(10)
+            job.until(lambda: job.size() == 4)
+            generations = len(job.events("generation"))
+            job.check()
+            assert not job.events("lost")
+            assert not job.events("host_lost")
+            assert all("finished" in generation["cause"] for generation in job.events("generation")[generations:])
         finally:
             job.close()
 

@@ -251,10 +251,62 @@ def test_scripts_are_told_of_every_generation_and_whether_a_step_is_redone(tmp_p
     assert all(one["took_s"] > 0 for one in seen)
 
 
-def test_workers_whose_models_differ_end_the_job_with_one_line(tmp_path: Path) -> None:
-    result = job(tmp_path, "shapes").run()
+HOSTS = ("-H", "localhost/a:1,localhost/b:1")
+
+
+@pytest.mark.parametrize(
+    ("sync", "options"),
+    [
+        ("", HOSTS),
+        pytest.param("", (), marks=pytest.mark.slow),
+        pytest.param("replicated", (), marks=pytest.mark.slow),
+        pytest.param("replicated", HOSTS, marks=pytest.mark.slow),
+    ],
+)
+def test_workers_whose_models_differ_end_the_job_with_both_shapes_in_one_line(
+    tmp_path: Path, sync: str, options: tuple[str, ...]
+) -> None:
+    result = job(tmp_path, "shapes", sync, options=options).run()
     assert result.exit_code == 2
-    assert last_line(result.output).startswith("shoal: WorkersDiffer: ")
+    assert "WorkersDiffer: the model of " in last_line(result.output)
+    here, there = ("8×16 float64", "6×16 float64")[
+        :: 1 if "of a-w0" in result.output or "of w0" in result.output else -1
+    ]
+    assert f"0.weight is {here} here and {there} in the job; 1.weight is " in last_line(result.output)
+
+
+def test_states_of_two_hosts_that_differ_end_the_job_and_are_named(tmp_path: Path) -> None:
+    result = job(tmp_path, "drifts", "b", options=HOSTS).run()
+    assert result.exit_code == 1, result.output
+    assert "shoal: StateDrifted: the states of a-w0 on a and b-w0 on b differ at step " in last_line(result.output)
+    [drift] = result.of("drift")
+    assert drift["workers"] == ["a-w0", "b-w0"]
+    assert drift["alike_at"] == 1
+    assert not list((tmp_path / "run" / "checkpoints").glob("step-*")), "nobody knows whether that is right"
+
+
+@pytest.mark.slow
+def test_the_state_of_one_host_of_three_that_drifted_is_taken_anew_from_the_others(tmp_path: Path) -> None:
+    hosts = ("-H", "localhost/a:1,localhost/b:2,localhost/c:1")
+    result = job(tmp_path, "drifts", "b", workers=4, options=hosts).run()
+    assert result.exit_code == 0, result.output
+    [drift] = result.of("drift")
+    assert drift["workers"] == ["b-w0", "b-w1"]
+    assert {event["worker_id"] for event in result.of("lost")} == {"b-w0", "b-w1"}
+    assert len(set(result.digests.values())) == 1
+    assert result.audit.clean
+
+
+@pytest.mark.slow
+def test_a_newcomer_of_another_model_is_told_both_shapes(tmp_path: Path) -> None:
+    late = job(tmp_path, "shapes", "gated", workers=1, options=HOSTS)
+    late.start()
+    late.wait_until(lambda: bool(late.events("generation")))
+    late.scale(2)
+    result = late.wait(60)
+    assert result.exit_code == 2
+    wanted = "the model of b-w0 is not the job's: 0.weight is 6×16 float64 here and 8×16 float64 in the job"
+    assert wanted in last_line(result.output)
 
 
 @pytest.mark.parametrize("step", [2, 3])

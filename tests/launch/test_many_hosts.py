@@ -28,7 +28,7 @@ from shoal.control.rundir import RunDir
 from shoal.data.audit import audit
 from shoal.launch.hosts import parse_hosts, parse_lines
 from shoal.launch.relaunch import CoolDown
-from shoal.metrics import read_events
+from shoal.metrics import read_events, write_end
 from shoal.testing.faults import lose_journal
 
 DEADLINE_S = 90.0
@@ -428,6 +428,37 @@ def test_a_mistake_in_the_hosts_is_one_line_and_exit_code_2(
     assert (ended.value.code, out, err.count("\n")) == (2, "", 1)
     assert MISTAKES[options] in err
     assert not Path("shoal-runs").exists()
+
+
+def takes_the_place(run_dir: RunDir, capsys: pytest.CaptureFixture[str], address: str = "127.0.0.1") -> str:
+    """What `shoal coordinator` says to what it cannot do."""
+    with pytest.raises(SystemExit) as ended:
+        main(["coordinator", str(run_dir.path), "--address", address])
+    assert ended.value.code == 2
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+def test_nobody_takes_the_place_of_a_job_that_runs_or_has_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = RunDir.create(tmp_path / "run", {"script": "train.py"})
+    with run_dir.held():
+        assert "a job is running in" in takes_the_place(run_dir, capsys)
+    assert "is no IPv4 address of this machine" in takes_the_place(run_dir, capsys, "203.0.113.9")
+    write_end(run_dir.events, "finished", "")
+    assert "does not run anywhere; go on with shoal resume" in takes_the_place(run_dir, capsys)
+
+
+@pytest.mark.slow
+def test_a_job_of_which_nobody_is_left_does_not_begin_anew_elsewhere(tmp_path: Path) -> None:
+    with running(tmp_path, "-H", "localhost/a:1,localhost/b:1", "--budget", "1") as run:
+        run.has_on(a=1, b=1)
+        run.process.kill()
+        until(lambda: not processes_in(tmp_path))
+        with open(tmp_path / "heir", "w") as output:
+            heir = run.start("coordinator", "run", "--address", "127.0.0.2", output=output)
+        assert heir.wait(DEADLINE_S) == 2
+    assert "StateLost: no worker of the job came to 127.0.0.2:" in (tmp_path / "heir").read_text()
 
 
 def test_lines_of_a_hostfile_are_read_in_every_form() -> None:

@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from shoal.control.generation import Generation, Member
 from shoal.data.fed import AuditWriter
 from shoal.data.ledger import GlobalBatch, Pass, micro, split
 from shoal.sync.allreduce import AllReduce
+from shoal.sync.described import check_alike
 from shoal.sync.group import Group
 from shoal.sync.hosts import Relay
 from shoal.sync.memory import create
@@ -88,7 +90,7 @@ class ThreadWorker:
         self.records = Records(self.words.record)
         self.sync = sync or AllReduce()
         self.replica = Replica(model, optimizer, schedulers)
-        self.sync.bind(self.replica, host.memory, self.words, slot)
+        self.sync.bind(self.replica, host.memory, self.words, slot, partial(host.agree, f"w{slot}"))
         self._audit = AuditWriter(host.folder, f"w{slot}")
         self.policy = policy or Policy()
         self.stepper = Stepper(self.sync, self.replica, self.records, self._audit, self.policy)
@@ -155,6 +157,11 @@ class Host:
     def __init__(self, folder: Path, name: str = "here", *, networked: bool = False) -> None:
         self.memory = SharedMemory()
         self.folder, self.name, self.networked = folder, name, networked
+        self._tensors: dict[str, str] = {}
+
+    def agree(self, worker_id: str, tensors: dict[str, str]) -> None:
+        self._tensors = self._tensors or tensors
+        check_alike(worker_id, tensors, self._tensors)
 
     @staticmethod
     def together(workers: Sequence[ThreadWorker], do: Callable[[ThreadWorker], Any]) -> list[Any]:

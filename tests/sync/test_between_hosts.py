@@ -344,3 +344,30 @@ def test_when_some_train_and_one_edits_the_edit_counts_and_the_generation_begins
         same(state_of(worker.model), {name: 0.5 * value for name, value in before.items()}, 0)
     begin(2, workers)
     train(workers, BATCHES[6:])
+
+
+@pytest.mark.parametrize("layout", [(1, 1), (2, 1)], ids=str)
+def test_checksums_of_hosts_are_alike_and_one_bit_shows_in_the_tensor_that_has_it(
+    layout: tuple[int, ...], tmp_path: Path
+) -> None:
+    def make() -> Made:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 17), nn.BatchNorm1d(17), nn.Tanh(), nn.Linear(17, 3)).double()
+        return model, optim.AdamW(model.parameters(), lr=0.01)
+
+    workers = workers_on(tmp_path, layout, make)
+    begin(1, workers)
+    train(workers, BATCHES[:3])
+    copies = workers[0].sync.copies(workers[0].group)
+    assert copies == tuple(
+        tuple(one.member.worker_id for one in workers if one.host is host)
+        for host in dict.fromkeys(one.host for one in workers)
+    )
+    first, last = workers[0].sync, workers[-1].sync
+    seq = workers[0].group.seq
+    assert first.checksums(seq)() == last.checksums(seq)()
+    assert {"1.running_mean", "optimizer/3.weight/exp_avg_sq"} <= first.checksums(seq)().keys()
+    assert isinstance(last, AllReduce)
+    last._arena.planes[0]["exp_avg"][seq & 1].view(torch.int64)[0] ^= 1
+    ours, theirs = first.checksums(seq)(), last.checksums(seq)()
+    assert [name for name in ours if ours[name] != theirs[name]] == ["optimizer/0.weight/exp_avg"]

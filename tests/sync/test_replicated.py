@@ -188,7 +188,7 @@ def test_nobody_left_with_the_state_is_an_error_and_not_a_fresh_start(tmp_path: 
 def test_a_newcomer_with_another_model_is_told_when_it_attaches(tmp_path: Path) -> None:
     host = Host(tmp_path)
     replica(host, 0).enter(1, [0])
-    with pytest.raises(errors.WorkersDiffer, match="has other names"):
+    with pytest.raises(errors.WorkersDiffer, match=r"is not the job's: .* is not in the job's"):
         replica(host, 1, norm=True)
 
 
@@ -317,3 +317,29 @@ def test_mixed_precision_and_a_compiled_model_take_the_steps_of_the_plain_loop(
         theirs.update()
     for name, value in state_of(alone.model).items():
         assert torch.allclose(value, state_of(other)[name], rtol=0, atol=1e-5), name
+
+
+def test_checksums_of_ranks_are_alike_and_one_bit_shows_in_the_tensor_that_has_it(tmp_path: Path) -> None:
+    host = Host(tmp_path)
+    workers = three(host, norm=True)
+    host.together(workers, lambda one: one.step(IDS, loss_on("cpu")))
+    assert workers[0].sync.copies(workers[0].group) == (("w0",), ("w1",), ("w2",))
+    sums = [one.sync.checksums(one.group.seq)() for one in workers]
+    assert sums[0] == sums[1] == sums[2]
+    with torch.no_grad():
+        workers[1].model[3].bias.view(torch.int64)[0] ^= 1
+    after = workers[1].sync.checksums(workers[1].group.seq)()
+    assert [name for name in after if after[name] != sums[1][name]] == ["3.bias"]
+
+
+@pytest.mark.gpu
+def test_checksums_on_a_device_see_one_bit(tmp_path: Path) -> None:
+    alone = replica(Host(tmp_path), 0, "cuda", norm=True)
+    alone.enter(1, [0])
+    alone.step(IDS, loss_on("cuda"))
+    before = alone.sync.checksums(alone.group.seq)()
+    assert before == alone.sync.checksums(alone.group.seq)()
+    with torch.no_grad():
+        alone.model[3].bias.view(torch.int64)[0] ^= 1
+    after = alone.sync.checksums(alone.group.seq)()
+    assert [name for name in after if after[name] != before[name]] == ["3.bias"]
