@@ -18,7 +18,7 @@ from shoal import errors
 from shoal.control.generation import Generation, Member
 from shoal.errors import Changed
 from shoal.sync.notice import NET_S, Notice
-from shoal.sync.wire import Address, Wire
+from shoal.sync.wire import Address, Wire, listen
 from shoal.sync.words import LINE_BYTES, MAX_MARKS_BYTES, STATEMENT, Words
 
 T = TypeVar("T")
@@ -110,7 +110,7 @@ class Relay:
         self.problem: Exception | None = None
         self.connected_to = 0  # the generation whose workers have all been reached
         self._mirrored: list[int] = []
-        self.wire = Wire(-1, address, self, patience_s)
+        self.wire = Wire(-1, listen(address), self, patience_s)
 
     @property
     def address(self) -> str:

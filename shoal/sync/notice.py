@@ -31,12 +31,15 @@ class Notice:
         self.entering = False
         self._ends_at = 0  # the wait ends when `fault` (or, while entering, `newest`) is above this
         self._wake: Callable[[], None] | None = None  # of the wait that goes on
+        self.watchers: list[Callable[[], None]] = []  # called when a generation is told; they must not block
 
     def tell(self, generation: Generation) -> None:
         """Called on the client's thread: remember the generation and end the waits that it ends."""
         if generation.fault:
             self.fault = max(self.fault, generation.number)
         self.newest = max(self.newest, generation.number)
+        for watch in (*self.watchers,):
+            watch()
         # The training thread may be between its last look and its sleep: wake it until it has noticed.
         deadline_s = time.monotonic() + 1.0
         while self.over() and self._wake is not None and time.monotonic() < deadline_s:

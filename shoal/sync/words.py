@@ -17,7 +17,8 @@ from shoal.sync.memory import HostMemory, map_bytes
 # A slot's words, by index of 8 bytes within its two cache lines. TOLD: the COMMIT of its host when it acknowledged, and
 # INCUMBENT: whether it has had a state before; GAVE: the step whose gradients it gives; for workers of other hosts.
 # WRITTEN_OF, WRITTEN: which buckets of a step's gradients lie in its lane, as bits; for workers of its own host.
-BELL, ACK, READY, REDUCED, DONE, SEEN, STATEMENT, NAMES, TOLD, INCUMBENT, GAVE, WRITTEN_OF, WRITTEN = range(13)
+# PORT: where its collectives are reached.
+BELL, ACK, READY, REDUCED, DONE, SEEN, STATEMENT, NAMES, TOLD, INCUMBENT, GAVE, WRITTEN_OF, WRITTEN, PORT = range(14)
 _LINE = 16
 
 # A slot's values (64-bit floats), valid once READY (or REDUCED, for the norm) carries the tag.
@@ -205,7 +206,7 @@ class Words:
         """Write what a worker of another host has told, in an order in which it might have been written here."""
         self._map[_VALUES_AT + slot * _VALUES * 8 : _VALUES_AT + (slot + 1) * _VALUES * 8] = bytes(line[_LINE * 8 :])
         told = line[: _LINE * 8].cast("Q")
-        for word in (TOLD, INCUMBENT, STATEMENT, NAMES, SEEN, GAVE, READY, REDUCED, DONE, ACK):
+        for word in (PORT, TOLD, INCUMBENT, STATEMENT, NAMES, SEEN, GAVE, READY, REDUCED, DONE, ACK):
             self.put(slot, word, told[word])
         self.ring(slot)
 

@@ -1,0 +1,144 @@
+"""Operations on tensors between workers that are connected each with each. All of it runs on the wire's thread.
+
+A sum is made in pieces: each rank adds one piece, in the order of the ranks, and gives it to the others. So all have
+the same bits, and send 2·(n − 1)/n of the bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from shoal.sync.hosts import frame_tag
+from shoal.sync.sums import bytes_of
+from shoal.sync.wire import Wire
+
+PART, SUM, NOTE = range(3)  # kinds of frames
+_SERIAL = 32_000  # elements that torch does not divide between threads: those are the training's
+_HALVES = (torch.float16, torch.bfloat16)
+Done = Callable[[torch.Tensor], None]
+
+REDUCES: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "sum": lambda total, part: total.add_(part),
+    "average": lambda total, part: total.add_(part),
+    "min": lambda total, part: torch.minimum(total, part, out=total),
+    "max": lambda total, part: torch.maximum(total, part, out=total),
+    "product": lambda total, part: total.mul_(part),
+}
+
+
+class Mesh:
+    """The workers of generation `number`, by rank. `op` numbers operations, alike on all of them."""
+
+    def __init__(self, wire: Wire, number: int, slots: Sequence[int], rank: int) -> None:
+        self._wire, self._number, self._slots, self.rank = wire, number, slots, rank
+        self.size = len(slots)
+        self.others = [other for other in range(self.size) if other != rank]
+
+    def post(self, rank: int, kind: int, op: int, data: memoryview) -> None:
+        self._wire.post(self._number, self._slots[rank], frame_tag(op, kind, 0), data)
+
+    def expect_note(self, rank: int, count: int, most_bytes: int, then: Callable[[memoryview], None]) -> None:
+        self._wire.expect_up_to(self._number, self._slots[rank], frame_tag(count, NOTE, 0), most_bytes, then)
+
+    def _give(self, op: int, kind: int, pieces: Sequence[torch.Tensor]) -> None:
+        """To each other rank its piece. They must stay as they are until all have them."""
+        for rank in self.others:
+            if pieces[rank].numel():
+                self.post(rank, kind, op, bytes_of(pieces[rank].view(-1)))
+
+    def _take(self, op: int, kind: int, into: Sequence[torch.Tensor], then: Callable[[], None]) -> None:
+        """From each other rank a piece; `then` when all are there. Of an empty one both ends know that it does not
+        come."""
+        awaited = [rank for rank in self.others if into[rank].numel()]
+        left = len(awaited)
+        if not left:
+            then()
+
+        def came() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                then()
+
+        for rank in awaited:
+            tag = frame_tag(op, kind, 0)
+            self._wire.expect(self._number, self._slots[rank], tag, bytes_of(into[rank].view(-1)), came)
+
+    # Each takes a contiguous tensor that is its own from then on, and gives the result to `done`.
+
+    def allreduce(self, op: int, values: torch.Tensor, reduce: str, factor: float, done: Done) -> None:
+        pieces = values.view(-1).tensor_split(self.size)
+        mine, left = pieces[self.rank], 2
+
+        def ended() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                done(values)
+
+        def reduced(total: torch.Tensor) -> None:
+            self._give(op, SUM, [total] * self.size)
+            mine.copy_(total)
+            ended()
+
+        # In place: a sum is sent only when this rank's part has arrived.
+        self._take(op, SUM, pieces, ended)
+        self._reduce(op, pieces, reduce, factor, reduced)
+
+    def reducescatter(self, op: int, values: torch.Tensor, reduce: str, factor: float, done: Done) -> None:
+        self._reduce(op, values.tensor_split(self.size), reduce, factor, done)
+
+    def _reduce(self, op: int, pieces: Sequence[torch.Tensor], reduce: str, factor: float, done: Done) -> None:
+        parts = [torch.empty_like(pieces[self.rank]) for _ in pieces]
+        parts[self.rank] = pieces[self.rank]
+        self._take(op, PART, parts, lambda: done(_fold(parts, reduce, factor)))
+        self._give(op, PART, pieces)
+
+    def broadcast(self, op: int, values: torch.Tensor, root: int, done: Done) -> None:
+        if self.rank == root:
+            self._give(op, PART, [values] * self.size)
+            done(values.clone())
+            return
+        nothing = values.new_empty(0)
+        into = [values if rank == root else nothing for rank in range(self.size)]
+        self._take(op, PART, into, lambda: done(values))
+
+    def allgather(self, op: int, values: torch.Tensor, rows: Sequence[int], done: Done) -> None:
+        self._exchange(op, [values] * self.size, values.shape[1:], rows, done)
+
+    def alltoall(self, op: int, values: torch.Tensor, splits: Sequence[int], rows: Sequence[int], done: Done) -> None:
+        self._exchange(op, values.split(list(splits)), values.shape[1:], rows, done)
+
+    def _exchange(
+        self, op: int, pieces: Sequence[torch.Tensor], shape: torch.Size, rows: Sequence[int], done: Done
+    ) -> None:
+        """`rows`: how many come from each rank."""
+        result = pieces[0].new_empty((sum(rows), *shape))
+        into = result.split(list(rows))
+        into[self.rank].copy_(pieces[self.rank])
+        self._take(op, PART, into, lambda: done(result))
+        self._give(op, PART, pieces)
+
+
+def _fold(parts: Sequence[torch.Tensor], reduce: str, factor: float) -> torch.Tensor:
+    """A piece at a time, narrow floats in single precision."""
+    dtype = parts[0].dtype
+    total = parts[0].to(torch.float32 if dtype in _HALVES else dtype, copy=True)
+    flat, others = total.view(-1), [part.view(-1) for part in parts[1:]]
+    for lo in range(0, flat.numel(), _SERIAL):
+        piece = flat[lo : lo + _SERIAL]
+        for other in others:
+            REDUCES[reduce](piece, other[lo : lo + _SERIAL].to(total.dtype))
+        if reduce == "average":
+            piece.div_(len(parts), rounding_mode=None if piece.is_floating_point() else "trunc")
+        if factor != 1.0:
+            piece.copy_(scaled(piece, factor))
+    return total.to(dtype)
+
+
+def scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    """Times the factor; whole numbers are cut off."""
+    wide = tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.double()
+    return (wide * factor).to(tensor.dtype)

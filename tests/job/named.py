@@ -1,0 +1,64 @@
+"""Scripts that use operations by name: inside a training, and without one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import shoal
+from shoal.errors import Changed
+
+
+def trains(worker: shoal.Worker, out: Path, rounds: int) -> None:
+    """Each step has a sum and a gathering of its own, asked for in an order that depends on the worker."""
+    torch.manual_seed(0)
+    model, data = nn.Linear(4, 1), TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
+    worker.attach(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    checked = changed = 0
+    for batch in worker.batches(data, global_batch=16, epochs=rounds):
+        use, mine = worker.collectives, torch.full((3,), float(worker.rank))
+        try:
+            asks = [
+                lambda use=use, mine=mine: use.allreduce(mine, "sum", op="sum"),
+                lambda use=use, mine=mine: use.allgather(mine[:1], "ranks"),
+            ]
+            first, second = asks if worker.rank % 2 else reversed(asks)
+            handles = [first(), second()]
+            total, ranks = (it.wait() for it in (handles if worker.rank % 2 else reversed(handles)))
+            assert total.tolist() == [float(sum(range(worker.size)))] * 3, total
+            assert ranks.tolist() == list(range(worker.size)), ranks
+            checked += 1
+        except Changed:
+            changed += 1  # the step comes again, and so do these
+        worker.step(nn.functional.mse_loss(model(batch.x), batch.y))
+    (out / worker.id).write_text(f"{checked} {changed}")
+
+
+def counts(worker: shoal.Worker, out: Path, rounds: int) -> None:
+    """A state that rank 0 gives to whoever comes; no model."""
+    state, fresh, changed = torch.zeros(2), True, 0
+    while state[0] < rounds:
+        before = worker.generation
+        worker.regroup()
+        try:
+            if fresh or worker.generation != before:
+                state = worker.collectives.broadcast(state, 0, "state").wait()
+                fresh = False
+            one = worker.collectives.allreduce(torch.ones(1), "one").wait()
+            state = state + torch.tensor([1.0, one.item()])
+        except Changed:
+            fresh, changed = True, changed + 1
+    (out / worker.id).write_text(f"{state.tolist()} {changed}")
+
+
+def main(worker: shoal.Worker) -> None:
+    mode, out, rounds = sys.argv[1:]
+    {"trains": trains, "counts": counts}[mode](worker, Path(out), int(rounds))
+
+
+if __name__ == "__main__":
+    shoal.run(main)
