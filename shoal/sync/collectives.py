@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import threading
 import time
 from collections import defaultdict
@@ -27,7 +28,7 @@ from shoal.sync.group import Group
 from shoal.sync.hosts import parse_address
 from shoal.sync.mesh import REDUCES, scaled
 from shoal.sync.named import Request
-from shoal.sync.notice import Notice
+from shoal.sync.notice import NET_S, Notice
 from shoal.sync.session import Asked, Session
 from shoal.sync.wire import Wire, listen
 
@@ -49,7 +50,8 @@ class Handle(Generic[T]):
         self.about = about
         self.missing: Sequence[str] = ()  # workers that had not asked for it when it last stalled
         self._finish = finish
-        self._look: Callable[[], None] = lambda: None  # finds out who is missing
+        self._ask_who: Callable[[], None]  # is missing
+        self._look: Callable[[], None]  # whether the generation is over
         self._ended = threading.Event()
         self._lock = threading.Lock()
         self._result: tuple[torch.Tensor, Sequence[int]] | None = None
@@ -64,11 +66,16 @@ class Handle(Generic[T]):
         """The result. Changed: the generation is over, and with it the operation, on every worker. WorkersDiffer: the
         others mean another operation by that name. Stalled, after the timeout, says who has not asked for it."""
         began_s = time.monotonic()
-        while not self._ended.wait(_patience_s(timeout_s, time.monotonic() - began_s)):
+        limit_s = math.inf if timeout_s is None else timeout_s
+        asks_s = min(STALL_S, limit_s / 2)  # early enough to have an answer with the timeout
+        while not self._ended.wait(min(NET_S, limit_s / 8)):
             waited_s = time.monotonic() - began_s
-            if timeout_s is not None and waited_s >= timeout_s:
-                raise errors.Stalled(f"{self.about} is not done after {timeout_s:g} s: {self._why()}")
+            if waited_s >= limit_s:
+                raise errors.Stalled(f"{self.about} is not done after {limit_s:g} s: {self._why()}")
             self._look()
+            if waited_s >= asks_s:
+                asks_s += STALL_S
+                self._ask_who()
         if self._problem is not None:
             raise self._problem
         with self._lock:
@@ -94,14 +101,6 @@ class Handle(Generic[T]):
     def _stalled(self, missing: Sequence[str]) -> None:
         self.missing = missing
         _log.warning("%s waits: %s", self.about, self._why())
-
-
-def _patience_s(timeout_s: float | None, waited_s: float) -> float:
-    """Until it looks: early enough to have an answer with the timeout."""
-    if timeout_s is None:
-        return STALL_S
-    left_s = timeout_s - waited_s
-    return min(STALL_S, left_s / 2 if waited_s < timeout_s / 4 else max(0.0, left_s))
 
 
 class Collectives:
@@ -221,7 +220,7 @@ class Collectives:
         handle = Handle(_about(request), finish)
         with self._lock:
             session = self._open()
-            handle._look = partial(session.ask_about, request.name)
+            handle._look, handle._ask_who = self._on_notice, partial(session.ask_about, request.name)
             session.claim(Asked(request, values, handle._done, handle._fail, handle._stalled))
             if not self._together:
                 session.send()
@@ -237,6 +236,12 @@ class Collectives:
             self._counts = defaultdict(itertools.count)
             if self._wire is not None:
                 self._connect(group)
+
+    @property
+    def over(self) -> bool:
+        """Whether what was under way in this worker's generation has failed because that has ended."""
+        session = self._session
+        return session is not None and isinstance(session.problem, Changed)
 
     def close(self) -> None:
         self._notice.watchers.remove(self._on_notice)
@@ -294,13 +299,14 @@ class Collectives:
             wire.ask(self._end_if_over)
 
     def _end_if_over(self) -> None:
-        session, notice = self._session, self._notice
-        if session is None:
+        session, group, notice = self._session, self._group, self._notice
+        if session is None or group is None:
             return
-        # Where a connection has ended, whoever was at its other end may have moved on.
-        known = notice.newest if self._broken == session.number else notice.fault
-        if known > session.number:
-            session.end(_changed(self._group))
+        number = session.number
+        known = notice.newest if self._broken == number else notice.fault
+        # Who has moved on may never have connected here.
+        if known > number or any(group.words.get(slot, w.ACK) > number for slot in group.slots):
+            session.end(_changed(group))
 
     def connected(self, generation: int) -> None:
         session = self._session

@@ -109,14 +109,14 @@ class Mesh:
         self._exchange(op, [values] * self.size, values.shape[1:], rows, done)
 
     def alltoall(self, op: int, values: torch.Tensor, splits: Sequence[int], rows: Sequence[int], done: Done) -> None:
-        self._exchange(op, values.split(list(splits)), values.shape[1:], rows, done)
+        self._exchange(op, torch.split(values, list(splits)), values.shape[1:], rows, done)
 
     def _exchange(
         self, op: int, pieces: Sequence[torch.Tensor], shape: torch.Size, rows: Sequence[int], done: Done
     ) -> None:
         """`rows`: how many come from each rank."""
         result = pieces[0].new_empty((sum(rows), *shape))
-        into = result.split(list(rows))
+        into = torch.split(result, list(rows))
         into[self.rank].copy_(pieces[self.rank])
         self._take(op, PART, into, lambda: done(result))
         self._give(op, PART, pieces)

@@ -42,7 +42,7 @@ class Session:
         self._lock = threading.Lock()
         self._asked: dict[str, Asked] = {}
         self._unsent: list[Request] = []
-        self._problem: errors.ShoalError | None = None  # why it has ended
+        self.problem: errors.ShoalError | None = None  # why it has ended
         self._connected = self._flushes = self._decides = False
         self._ops = 0
         self._sent = [0] * len(slots)  # notes so far, by rank
@@ -58,7 +58,7 @@ class Session:
         """It is asked for with the next `send`. SettingsContradict, if one of that name is under way."""
         request = asked.request
         with self._lock:
-            if self._problem is None:
+            if self.problem is None:
                 if request.name in self._asked:
                     raise errors.SettingsContradict(
                         f"{request.kind} {request.name!r}: an operation of that name is under way on this worker; wait "
@@ -67,7 +67,7 @@ class Session:
                 self._asked[request.name] = asked
                 self._unsent.append(request)
                 return
-        asked.failed(self._problem)
+        asked.failed(self.problem)
 
     def send(self) -> None:
         with self._lock:
@@ -78,9 +78,9 @@ class Session:
     def end(self, problem: errors.ShoalError) -> None:
         """What is under way fails, and whatever is asked for from here on."""
         with self._lock:
-            if self._problem is not None:
+            if self.problem is not None:
                 return
-            self._problem = problem
+            self.problem = problem
             asked, self._asked = self._asked, {}
         for it in asked.values():
             it.failed(problem)
@@ -201,7 +201,7 @@ class Session:
         if len(asked) == 1:
             self._done(asked[0], (), result)
             return
-        for it, part in zip(asked, result.split([it.values.numel() for it in asked]), strict=True):
+        for it, part in zip(asked, torch.split(result, [it.values.numel() for it in asked]), strict=True):
             self._done(it, (), part.clone())  # which does not keep the others' memory
 
     def _over(self, asked: Asked) -> None:

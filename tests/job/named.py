@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -39,7 +40,7 @@ def trains(worker: shoal.Worker, out: Path, rounds: int) -> None:
 
 
 def counts(worker: shoal.Worker, out: Path, rounds: int) -> None:
-    """A state that rank 0 gives to whoever comes; no model."""
+    """A state that rank 0 gives to whoever comes; no model. Half-way rank 0 lets the others wait."""
     state, fresh, changed = torch.zeros(2), True, 0
     while state[0] < rounds:
         before = worker.generation
@@ -48,6 +49,9 @@ def counts(worker: shoal.Worker, out: Path, rounds: int) -> None:
             if fresh or worker.generation != before:
                 state = worker.collectives.broadcast(state, 0, "state").wait()
                 fresh = False
+            while worker.rank == 0 and state[0] == rounds // 2 and not (out / "go on").exists():
+                (out / "pauses").touch()
+                time.sleep(0.01)
             one = worker.collectives.allreduce(torch.ones(1), "one").wait()
             state = state + torch.tensor([1.0, one.item()])
         except Changed:

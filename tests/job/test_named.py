@@ -6,27 +6,27 @@ from pathlib import Path
 
 import pytest
 
-from shoal.testing import FaultPlan, JobResult, LocalJob
+from shoal.testing import FaultPlan, LocalJob
 from tests.job import named
 from tests.job.test_faults import MANY
 
 
-def run(mode: str, tmp_path: Path, rounds: int, plan: FaultPlan | None = None, *options: str) -> JobResult:
+def job_of(mode: str, tmp_path: Path, rounds: int, plan: FaultPlan | None = None, *options: str) -> LocalJob:
     out = tmp_path / "out"
     out.mkdir()
     arguments = [mode, str(out), str(rounds)]
     workers = 3 if mode == "counts" else 2
     script, options = Path(named.__file__), (*MANY, *options)
-    return LocalJob(script, arguments, workers=workers, directory=tmp_path / "run", plan=plan, options=options).run()
+    return LocalJob(script, arguments, workers=workers, directory=tmp_path / "run", plan=plan, options=options)
 
 
 def told(tmp_path: Path) -> dict[str, str]:
-    return {path.name: path.read_text() for path in (tmp_path / "out").iterdir()}
+    return {path.name: text for path in (tmp_path / "out").iterdir() if (text := path.read_text())}
 
 
 def test_they_are_used_inside_a_training_whose_workers_die(tmp_path: Path) -> None:
     plan = FaultPlan().kill("w1", step=9, during="forward").kill("w0", step=30, during="backward")
-    result = run("trains", tmp_path, 20, plan)
+    result = job_of("trains", tmp_path, 20, plan).run()
     assert result.exit_code == 0, result.output
     assert result.audit.clean
     assert result.steps == 80
@@ -39,13 +39,25 @@ def test_they_are_used_inside_a_training_whose_workers_die(tmp_path: Path) -> No
 @pytest.mark.slow
 def test_they_work_between_hosts_whose_workers_die(tmp_path: Path) -> None:
     plan = FaultPlan().kill("b-w0", step=9, during="forward").kill("a-w0", step=30, during="backward")
-    result = run("trains", tmp_path, 20, plan, "-H", "localhost/a:1,localhost/b:1")
+    result = job_of("trains", tmp_path, 20, plan, "-H", "localhost/a:1,localhost/b:1").run()
     assert result.exit_code == 0, result.output
     assert result.audit.clean
     assert result.steps == 80
 
 
-def test_a_script_without_a_model_goes_on_with_what_is_left(tmp_path: Path) -> None:
-    result = run("counts", tmp_path, 300)
+@pytest.mark.parametrize("victim", ["w1", pytest.param("w0", marks=pytest.mark.slow)])
+def test_a_script_without_a_model_goes_on_with_what_is_left(tmp_path: Path, victim: str) -> None:
+    """w0 decides which names are ready, and lets the others wait when one of them is killed, or itself."""
+    job = job_of("counts", tmp_path, 300)
+    job.start()
+    job.wait_until((tmp_path / "out" / "pauses").exists)
+    job.signal(victim)
+    job.wait_until(lambda: bool(job.events("lost")))
+    (tmp_path / "out" / "go on").touch()
+    result = job.wait()
     assert result.exit_code == 0, result.output
-    assert set(told(tmp_path).values()) == {"[300.0, 300.0] 0"}
+    found = told(tmp_path)
+    states, changes = {it.rpartition(" ")[0] for it in found.values()}, [int(it.split()[-1]) for it in found.values()]
+    assert states == {"[300.0, 300.0]"}
+    assert {"w0", "w1", "w2"} - {victim} <= found.keys()
+    assert max(changes) >= 1

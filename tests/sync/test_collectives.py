@@ -378,6 +378,22 @@ def test_a_planned_change_ends_what_waits_for_one_that_has_moved_on(peers: Peers
     moved.join(WAIT_S)
 
 
+def test_one_that_skips_a_generation_is_not_waited_for_there(peers: Peers) -> None:
+    ours = peers.begin(2)
+    together(ours, lambda peer: peer.collectives.barrier().wait(WAIT_S))
+    members = tuple(peer.member for peer in ours)
+    second, third = Generation(2, members, fault=True, key=b"l" * 32), Generation(3, members, key=b"m" * 32)
+    ours[1].words.put(1, ACK, 2)  # it acknowledges, and knows of the third before it has entered
+    tell(ours, second)
+    ours[0].enter(second)
+    handle = ours[0].collectives.barrier("x")
+    ours[0].notice.tell(third)
+    ours[1].words.put(1, ACK, 3)
+    with pytest.raises(Changed):
+        handle.wait(WAIT_S)
+    assert ours[0].collectives.over
+
+
 def test_before_there_is_a_group_it_says_where_to_use_them(peers: Peers) -> None:
     peer = Peer(0, SharedMemory())
     peers.made.append(peer)
