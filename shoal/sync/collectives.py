@@ -303,8 +303,8 @@ class Collectives:
         if session is None or group is None:
             return
         number = session.number
-        known = notice.newest if self._broken == number else notice.fault
-        # Who has moved on may never have connected here.
+        known = notice.newest if number in (self._broken, notice.broken) else notice.fault
+        # Who has moved on may never have connected here; of other hosts' workers it may show in no word.
         if known > number or any(group.words.get(slot, w.ACK) > number for slot in group.slots):
             session.end(_changed(group))
 
