@@ -25,7 +25,7 @@ from shoal.control.generation import Member
 from shoal.errors import Changed
 from shoal.sync import words as w
 from shoal.sync.group import Group
-from shoal.sync.hosts import parse_address
+from shoal.sync.hosts import LOOPBACK, host_of
 from shoal.sync.mesh import REDUCES, scaled
 from shoal.sync.named import Request
 from shoal.sync.notice import NET_S, Notice
@@ -35,7 +35,6 @@ from shoal.sync.wire import Wire, listen
 T = TypeVar("T")
 Reduce = Literal["sum", "average", "min", "max", "product"]
 
-LOOPBACK = "127.0.0.1"
 STALL_S = 10.0  # after which a wait looks for whom it waits
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int16,
            torch.int32, torch.int64, torch.bool)  # fmt: skip
@@ -183,6 +182,15 @@ class Collectives:
             )
         return self._begin(request, _copied(tensor), lambda result, of: (_like(tensor, result), list(of)))
 
+    def share(self, data: bytes, name: str | None = None) -> Handle[list[bytes]]:
+        """What each worker gives, by rank."""
+        rows = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+        def cut(result: torch.Tensor, of: Sequence[int]) -> list[bytes]:
+            return [bytes(it.numpy()) for it in torch.split(result, list(of))]
+
+        return self._begin(self._request("allgather", name, rows), rows, cut)
+
     def barrier(self, name: str | None = None) -> Handle[None]:
         """Done when all workers have asked for it."""
         return self._begin(self._request("barrier", name), torch.empty(0), lambda result, rows: None)
@@ -232,7 +240,7 @@ class Collectives:
         """Take part in a generation, with all others of it; what is under way in an older one fails."""
         with self._lock:
             self._end_session(_changed(self._group))
-            self._group = group
+            self._group, group.collectives = group, self
             self._counts = defaultdict(itertools.count)
             if self._wire is not None:
                 self._connect(group)
@@ -341,7 +349,7 @@ def _address(group: Group, member: Member) -> tuple[str, int]:
             f"{member.worker_id} is on another host and has not told where it is reached: between hosts, collectives "
             "need a sync in lockstep"
         )
-    return (parse_address(member.address)[0] if member.address else LOOPBACK), port
+    return host_of(member), port
 
 
 def _copied(tensor: torch.Tensor, prescale: float = 1.0) -> torch.Tensor:

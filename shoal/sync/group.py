@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from shoal import errors
 from shoal.control.generation import Generation, Member
@@ -20,6 +20,9 @@ from shoal.sync import words as w
 from shoal.sync.hosts import Far, Places, Relay
 from shoal.sync.notice import NET_S, Notice
 from shoal.sync.words import Words, fence, seq_of, tag
+
+if TYPE_CHECKING:
+    from shoal.sync.collectives import Collectives
 
 # Below a scheduler's wake-up, so that a neighbor that is nearly there costs no system call.
 SPIN_S = 50e-6
@@ -154,6 +157,7 @@ class Group(Standing):
         self.near = [member.slot for member in generation.members if member.host == self._mine.host]
         self.leads = self.near[0] == self.slot  # does what is done once a host
         self._others = [slot for slot in self.slots if slot != self.slot]
+        self.collectives: Collectives  # of this generation, once they have entered it
         self.seq = 0  # of the newest commit, known once entered
         self.behind = False  # this host does not have that commit's state yet
         self.gives: tuple[int, ...] = ()  # slots of workers to whom this one gives that state

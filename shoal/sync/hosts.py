@@ -86,6 +86,14 @@ class Places:
         return k * m < (j + 1) * n and j * n < (k + 1) * m
 
 
+LOOPBACK = "127.0.0.1"
+
+
+def host_of(member: Member) -> str:
+    """The address of its host: that of this one, where there are no others."""
+    return parse_address(member.address)[0] if member.address else LOOPBACK
+
+
 def parse_address(text: str) -> Address:
     host, _, port = text.rpartition(":")
     return host.strip("[]"), int(port)

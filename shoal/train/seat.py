@@ -17,9 +17,9 @@ from shoal.data import ledger
 from shoal.data.ledger import ENDED, Cursor, Pass
 from shoal.metrics import fault_point
 from shoal.seconds import Seconds
-from shoal.sync.collectives import LOOPBACK, Collectives
+from shoal.sync.collectives import Collectives
 from shoal.sync.group import Group
-from shoal.sync.hosts import Relay
+from shoal.sync.hosts import LOOPBACK, Relay
 from shoal.sync.memory import HostMemory
 from shoal.sync.notice import Notice
 from shoal.sync.record import Record, Records
