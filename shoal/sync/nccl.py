@@ -156,7 +156,7 @@ class Nccl(Communicator):
     def abort(self) -> None:
         """CommunicatorLost if that cannot be done."""
         self._ended = True
-        backend, self._backend, self._meeting = self._backend, None, None
+        backend, self._backend = self._backend, None
         if backend is None:
             return
         held = [backend]

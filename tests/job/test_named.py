@@ -43,7 +43,8 @@ def test_a_training_uses_them_and_a_worker_dies(tmp_path: Path, hosts: str, surv
     assert shared >= 8
 
 
-@pytest.mark.parametrize("victim", ["w1", pytest.param("w0", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["w1", "w0"])
 def test_a_script_without_a_model_goes_on_with_what_is_left(tmp_path: Path, victim: str) -> None:
     """w0 decides which names are ready, and lets the others wait when one of them is killed, or itself."""
     job = job_of("counts", tmp_path, 300)
