@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from shoal import errors
-from shoal.sync.mesh import NOTE, Mesh
+from shoal.sync.mesh import Mesh, copy
 from shoal.sync.named import Decision, Request, Table
 from shoal.sync.wire import Wire
 
@@ -124,7 +124,7 @@ class Session:
 
     def _note(self, rank: int, body: dict[str, Any]) -> None:
         self._sent[rank] += 1
-        self._mesh.post(rank, NOTE, self._sent[rank], memoryview(json.dumps(body).encode()))
+        self._mesh.post_note(rank, self._sent[rank], json.dumps(body).encode())
 
     def _listen(self, rank: int) -> None:
         self._heard[rank] += 1
@@ -181,7 +181,9 @@ class Session:
         request, values = first.request, first.values
         if request.kind == "allreduce":
             if len(asked) > 1:
-                values = torch.cat([it.values.view(-1) for it in asked])
+                values = values.new_empty(sum(it.values.numel() for it in asked))
+                for it, part in zip(asked, _parts(asked, values), strict=True):
+                    copy(part, it.values)
             mesh.allreduce(op, values, request.reduce, request.factor, partial(self._share, asked))
         elif request.kind == "reducescatter":
             mesh.reducescatter(op, values, request.reduce, request.factor, partial(self._done, first, ()))
@@ -201,8 +203,9 @@ class Session:
         if len(asked) == 1:
             self._done(asked[0], (), result)
             return
-        for it, part in zip(asked, torch.split(result, [it.values.numel() for it in asked]), strict=True):
-            self._done(it, (), part.clone())  # which does not keep the others' memory
+        for it, part in zip(asked, _parts(asked, result), strict=True):
+            copy(it.values, part)
+            self._done(it, (), it.values)
 
     def _over(self, asked: Asked) -> None:
         """Before the worker hears of it: then the name may be used again."""
@@ -212,6 +215,10 @@ class Session:
     def _done(self, asked: Asked, rows: Sequence[int], result: torch.Tensor) -> None:
         self._over(asked)
         asked.done(result, rows)
+
+
+def _parts(asked: Sequence[Asked], flat: torch.Tensor) -> Sequence[torch.Tensor]:
+    return torch.split(flat, [it.values.numel() for it in asked])
 
 
 def _in_pieces(entries: Sequence[Request] | Sequence[Decision]) -> Iterator[list[dict[str, Any]]]:

@@ -109,11 +109,12 @@ class Worker:
         seat = self._seat
         if self._pace is not None:
             self._pace.regroup()
-        elif seat.group is None:
+            return
+        if seat.group is None:
             seat.ask_in()
-            seat.enter(above=0)
-        elif seat.outdated:
-            seat.enter(above=seat.generation)
+        elif not seat.outdated:
+            return
+        seat.place(seat.enter(above=seat.generation))
 
     def attach(
         self,
