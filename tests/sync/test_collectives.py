@@ -394,6 +394,25 @@ def test_one_that_skips_a_generation_is_not_waited_for_there(peers: Peers) -> No
     assert ours[0].collectives.over
 
 
+def test_where_the_wire_itself_fails_nothing_waits_in_this_generation_or_the_next(peers: Peers) -> None:
+    ours = peers.begin(2)
+    handle = ours[0].collectives.barrier("x")
+    assert ours[0].collectives._wire is not None
+    ours[0].collectives._wire.ask(lambda: [][0])
+    with pytest.raises(errors.CommunicatorLost, match="the connections of w0 failed: IndexError"):
+        handle.wait(WAIT_S)
+    assert not ours[0].collectives.over, "there is no other generation to wait for"
+    peers.enter(2, ours)
+    with pytest.raises(errors.CommunicatorLost):
+        ours[0].collectives.barrier().wait(WAIT_S)
+
+
+def test_bytes_are_shared_by_rank(peers: Peers) -> None:
+    ours = peers.begin(3)
+    given = [b"first", b"", bytes(range(256)) * 1000]
+    assert together(ours, lambda peer: peer.collectives.share(given[peer.slot]).wait(WAIT_S)) == [given] * 3
+
+
 def test_before_there_is_a_group_it_says_where_to_use_them(peers: Peers) -> None:
     peer = Peer(0, SharedMemory())
     peers.made.append(peer)
