@@ -49,7 +49,7 @@ def join(setup: Setup) -> Worker:
     meeting = Path(setup.meeting_dir)
     run = meeting / "run"
     if setup.rank == 0:
-        RunDir.create(run, {})
+        RunDir.create(run, {"plain_text": True})
         count = str(setup.n_workers)
         command = [sys.executable, "-m", "shoal.control.coordinator", "--dir", str(run)]
         sizes = ["--min", count, "--max", count, "--target", count]

@@ -17,7 +17,7 @@ from shoal.control import commands
 from shoal.control.environment import WorkerEnvironment
 from shoal.control.generation import MAX_SLOTS
 from shoal.control.hosts import is_name
-from shoal.control.rundir import RunDir, write_atomically
+from shoal.control.invitation import Invitation
 from shoal.control.timeouts import Timeouts
 from shoal.launch import join as joining
 from shoal.launch.fleet import Discovery
@@ -48,16 +48,13 @@ def named_hosts(
 @app.command(
     epilog="""**Examples**
 
-`shoal join 192.0.2.7:40123 --token-file token --slots 4` — the address and the token are in the job's run directory
+`scp home:runs/a/invitation .`, then `shoal join invitation --slots 4` — the file has the token: keep it to yourself
 
 Ctrl-C lets the workers of this host finish their step and leave; the job goes on."""
 )
 def join(
-    address: Annotated[
-        str | None, typer.Argument(metavar="ADDRESS", help="Of the job's coordinator: the file address of its run.")
-    ] = None,
-    token_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A copy of the file token of the job's run directory.")
+    invitation: Annotated[
+        Path | None, typer.Argument(metavar="FILE", help="A copy of the file invitation of the job's run directory.")
     ] = None,
     slots: Annotated[
         int | None, typer.Option(callback=within(1, MAX_SLOTS), help="Workers here; one for each core if left out.")
@@ -69,32 +66,38 @@ def join(
     """Add this machine to a job that runs elsewhere and was started with --address or -H."""
     if told:
         return joining.as_told()
-    if address is None or token_file is None:
-        raise errors.SettingsContradict("shoal join takes the address of a job and --token-file; see shoal join --help")
+    if invitation is None:
+        raise errors.SettingsContradict("shoal join takes a copy of the job's invitation; see shoal join --help")
     name = host_name or socket.gethostname()
     if not is_name(name):
         raise errors.SettingsContradict(f"--host-name {name} is no name; take letters, digits, dots and dashes")
-    return joining.by_hand(_described(address, token_file, name, slots or joining.cores()), Screen(quiet))
+    return joining.by_hand(described(Invitation.read(invitation), name, slots or joining.cores()), Screen(quiet))
 
 
-def _described(address: str, token_file: Path, host: str, slots: int) -> Told:
+def described(invitation: Invitation, host: str, slots: int) -> Told:
     """What the coordinator says of its job."""
-    try:
-        token = token_file.read_text().strip()
-    except OSError as problem:
-        raise errors.SettingsContradict(f"--token-file {token_file} cannot be read: {problem.strerror}") from None
     with tempfile.TemporaryDirectory(prefix="shoal-join-") as folder:
-        asking = RunDir.create(Path(folder) / "asking", {})
-        write_atomically(asking.token_file, token)
-        asking.write_address(address)
-        job = commands.describe(asking)
+        try:
+            job = commands.describe(invitation.accept(Path(folder) / "asking", {}))
+        except errors.JobNotFound:
+            raise errors.JobNotFound(
+                f"nobody answers at {invitation.address}; is the job over? else copy its invitation again"
+            ) from None
     settings = JobSettings.read({**job["settings"], "address": ""})  # which is not this machine's
-    if not settings.hosts and not job["settings"].get("address"):
-        raise errors.JobNotFound(f"the job at {address} is for one host; start it with --address or -H")
     environment = WorkerEnvironment(
         threads=settings.threads or 0,
         pin=settings.pin,
         checkpoint_every=settings.checkpoint_every,
         checkpoint_keep=settings.checkpoint_keep,
     )
-    return Told(host, slots, address, token, job["dir"], job["settings"], environment.to_env(), grow=True)
+    return Told(
+        host=host,
+        slots=slots,
+        address=invitation.address,
+        token=invitation.token,
+        certificates=invitation.certificates,
+        dir=job["dir"],
+        settings=job["settings"],
+        environment=environment.to_env(),
+        grow=True,
+    )

@@ -7,7 +7,8 @@ import functools
 import os
 import time
 import warnings
-from dataclasses import fields
+from collections.abc import Callable
+from dataclasses import asdict, fields
 from pathlib import Path
 
 from shoal import errors
@@ -16,7 +17,7 @@ from shoal.cli.shell import one_line
 from shoal.control import tls
 from shoal.control.environment import WorkerEnvironment
 from shoal.control.rundir import Committed, RunDir
-from shoal.launch.fleet import fleet_of
+from shoal.launch.fleet import fleet_of, home_address
 from shoal.launch.host import Ending
 from shoal.launch.job import BEGINNING, Job, Origin
 from shoal.launch.local import LocalLauncher
@@ -45,15 +46,30 @@ def check_script(script: Path) -> None:
         raise errors.ScriptFailed(f"{script}{where}: {type(problem).__name__}: {text}") from None
 
 
+def checked_address(settings: JobSettings) -> str:
+    """As `home_address`, of a job for which the certificates, if it is given some, are good. Fails with HostUnusable,
+    CertificateUnusable, CertificateRefused."""
+    address = home_address(settings)
+    if settings.tls:
+        tls.check(Path(settings.tls), settings.mutual, [address or tls.LOOPBACK])
+    return address
+
+
 def run_job(
     run_dir: RunDir,
     settings: JobSettings,
+    address: str,
     screen: Screen,
     origin: Origin = BEGINNING,
     checkpoint: Checkpoint | None = None,
+    launcher: Callable[..., LocalLauncher] = LocalLauncher,
 ) -> int:
+    """`address`: of this machine for the job's other hosts; empty if there are none."""
+    met_at = address or tls.LOOPBACK
     if settings.tls:
-        tls.provide(run_dir, Path(settings.tls), settings.mutual)
+        tls.provide(run_dir, Path(settings.tls), settings.mutual, met_at)
+    elif tls.needed(asdict(settings), met_at):
+        tls.make_for_job(run_dir, met_at)
     inherited = WorkerEnvironment.from_env(os.environ)
     environment = WorkerEnvironment(
         threads=settings.threads or 0,
@@ -65,16 +81,19 @@ def run_job(
         checkpoint_keep=settings.checkpoint_keep,
         resume=str(checkpoint.path) if checkpoint is not None else "",
         init_from=settings.init_from,
+        address=address,
     )
-    fleet, environment = fleet_of(settings, run_dir, environment)
+    fleet = fleet_of(settings, run_dir, environment)
     make_launcher = functools.partial(
-        LocalLauncher,
+        launcher,
         Path(settings.script),
         list(settings.args),
         run_dir.logs,
         memory_limit_bytes=settings.memory_bytes,
     )
     screen.tell(f"job {name_of(run_dir)}: {counted(settings.target, 'worker')}, run directory {run_dir.path}")
+    if address and not tls.is_loopback(address):
+        screen.tell(f"to join from another machine: copy {run_dir.invitation_file} there, and shoal join invitation")
     began = time.monotonic()
 
     async def go() -> Ending:

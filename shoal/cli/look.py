@@ -19,7 +19,7 @@ from rich.table import Table
 from shoal import errors
 from shoal.cli.options import FollowOption, JobArgument, JsonOption, normalized, within
 from shoal.cli.shell import app
-from shoal.control import rundir
+from shoal.control import rundir, tls
 from shoal.control.rundir import RunDir
 from shoal.launch.screen import prefixed
 from shoal.launch.settings import refuse_newer
@@ -229,18 +229,29 @@ def audit(job: JobArgument = None, as_json: JsonOption = False) -> int:
 
 `shoal doctor --json | jq '.checks[] | select(.verdict != "ok")'`
 
+`shoal doctor --tls certs --host 10.0.0.7` — certificates too: expired, for another address, keys that others can read
+
 Exits with 1 when something is bad, that is, when shoal cannot run."""
 )
 def doctor(
     directory: Annotated[
         Path, typer.Option("--dir", callback=normalized, help="Where run directories will be.")
     ] = rundir.RUNS,
+    certificates: Annotated[
+        Path | None, typer.Option("--tls", callback=normalized, metavar="DIR", help="Check these certificates too.")
+    ] = None,
+    hosts: Annotated[
+        list[str] | None,
+        typer.Option("--host", metavar="NAME|IP", help="Where a coordinator with them is met; may be repeated."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> int:
     """Check whether this machine is fit to train, and say what to change."""
     from shoal.view import doctor as doctor_view
+    from shoal.view import trust
 
-    return doctor_view.report(directory, Console(highlight=False, markup=False), as_json)
+    more = trust.checks(certificates, hosts or [tls.LOOPBACK]) if certificates is not None else ()
+    return doctor_view.report(directory, Console(highlight=False, markup=False), as_json, more)
 
 
 @app.command(

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from shoal import checkpoints, errors, given
-from shoal.cli.job import check_script, run_job
+from shoal.cli.job import check_script, checked_address, run_job
 from shoal.cli.options import (
     BatchOption,
     ConfigOption,
@@ -27,7 +27,7 @@ from shoal.cli.options import (
     normalized,
 )
 from shoal.cli.shell import app
-from shoal.control import prometheus, rundir, tls
+from shoal.control import prometheus, rundir
 from shoal.control.rundir import RunDir
 from shoal.launch.screen import Screen
 from shoal.launch.settings import JobSettings, parse_size
@@ -167,7 +167,6 @@ def _use_model_file(
         of_job["init_from"] = str(weights.absolute())
     if of_job.get("tls"):
         of_job["tls"] = os.path.abspath(of_job["tls"])
-        tls.check(Path(of_job["tls"]), bool(of_job.get("mutual")))
     settings = JobSettings(
         script=str(RUNNER),
         args=recipe.args(),
@@ -177,12 +176,13 @@ def _use_model_file(
         target=size.target,
         **of_job,
     )
+    address = checked_address(settings)
     if settings.metrics_port is not None:
         prometheus.check_free(*prometheus.parse_address(settings.metrics_port))
     kept = asdict(settings)
     run_dir = RunDir.create(directory, kept) if directory else rundir.create_default(path, kept)
     with run_dir.held():
-        return run_job(run_dir, settings, Screen(quiet)), run_dir
+        return run_job(run_dir, settings, address, Screen(quiet)), run_dir
 
 
 def _of_job(values: dict[str, Any], where: str, also: frozenset[str] = frozenset()) -> dict[str, Any]:

@@ -80,8 +80,11 @@ TlsOption = Annotated[
         "--tls",
         callback=normalized,
         metavar="DIR",
-        help="Speak TLS with the coordinator, by certificates that shoal certs has made there.",
+        help="Speak TLS by certificates that shoal certs has made there; for other hosts a job makes its own.",
     ),
+]
+PlainTextOption = Annotated[
+    bool, typer.Option("--no-tls", help="Speak plain text with other hosts too, on a network that you trust.")
 ]
 MutualOption = Annotated[bool, typer.Option("--mutual", help="Let only those in who show a client's certificate.")]
 

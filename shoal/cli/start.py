@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from enum import Enum
 from pathlib import Path
@@ -12,12 +13,13 @@ import typer
 
 from shoal import checkpoints, errors
 from shoal.cli.hosts import named_hosts
-from shoal.cli.job import check_script, resumed, run_job
+from shoal.cli.job import check_script, checked_address, resumed, run_job
 from shoal.cli.options import (
     DirOption,
     InitOption,
     JobArgument,
     MutualOption,
+    PlainTextOption,
     QuietOption,
     TlsOption,
     WorkersOption,
@@ -25,9 +27,11 @@ from shoal.cli.options import (
     parse_bytes,
 )
 from shoal.cli.shell import app
-from shoal.control import prometheus, rundir, tls
+from shoal.control import prometheus, rundir
 from shoal.control.rundir import RunDir
 from shoal.control.timeouts import DEFAULT_BUDGET_S, Timeouts
+from shoal.launch.fleet import home_address
+from shoal.launch.local import LocalLauncher
 from shoal.launch.relaunch import Relaunch
 from shoal.launch.screen import Screen
 from shoal.launch.settings import JobSettings, parse_size
@@ -127,6 +131,7 @@ def run(
     ] = False,
     certificates: TlsOption = None,
     mutual: MutualOption = False,
+    plain_text: PlainTextOption = False,
     quiet: QuietOption = False,
 ) -> int:
     """Train with a script, on this machine or on several, while workers come and go."""
@@ -164,16 +169,16 @@ def run(
         follows_slots=workers is None or ":" in workers,
         tls=str(certificates.absolute()) if certificates is not None else "",
         mutual=mutual,
+        plain_text=plain_text,
     )
     check_script(script)
-    if certificates is not None:
-        tls.check(certificates, mutual)
+    address = checked_address(settings)
     if init_from is not None:
         checkpoints.weights(init_from)
     kept = asdict(settings)
     run_dir = RunDir.create(directory, kept) if directory else rundir.create_default(script, kept)
     with run_dir.held():
-        return run_job(run_dir, settings, Screen(quiet))
+        return run_job(run_dir, settings, address, Screen(quiet))
 
 
 @app.command(
@@ -198,23 +203,34 @@ def resume(
         size = parse_size(workers, len(os.sched_getaffinity(0)))
         settings = replace(settings, min=size.min, max=size.max, target=size.target)
     check_script(Path(settings.script))
-    screen = Screen(quiet)
+    address = home_address(settings)
     with run_dir.held():
-        newest, damaged = checkpoints.newest_whole(run_dir.checkpoints)
-        for line in damaged:
-            screen.say(f"{line}; it is left out")
-        if newest is None and how_it_ended(read_events(run_dir.events))[0] == "finished":
-            raise errors.RunDirUnusable(
-                f"{run_dir.path} has finished and left no checkpoint to go on from; run it anew with shoal run"
-            )
-        if settings.cwd and Path.cwd() != Path(settings.cwd):
-            try:
-                os.chdir(settings.cwd)
-                screen.tell(f"in {settings.cwd}, where the job was started")
-            except OSError as problem:
-                screen.say(f"{settings.cwd}, where the job was started: {problem.strerror}; it goes on in {Path.cwd()}")
-        if newest is None:
-            screen.tell("there is no checkpoint to go on from: the job begins anew")
-        else:
-            screen.tell(f"going on from {newest.path.name}: step {newest.step:,}, epoch {newest.manifest['epoch'] + 1}")
-        return run_job(run_dir, settings, screen, resumed(run_dir, newest), newest)
+        return go_on(run_dir, settings, address, Screen(quiet))
+
+
+def go_on(
+    run_dir: RunDir,
+    settings: JobSettings,
+    address: str,
+    screen: Screen,
+    launcher: Callable[..., LocalLauncher] = LocalLauncher,
+) -> int:
+    """Run the job of a directory that is held from its newest checkpoint; otherwise as `run_job`."""
+    newest, damaged = checkpoints.newest_whole(run_dir.checkpoints)
+    for line in damaged:
+        screen.say(f"{line}; it is left out")
+    if newest is None and how_it_ended(read_events(run_dir.events))[0] == "finished":
+        raise errors.RunDirUnusable(
+            f"{run_dir.path} has finished and left no checkpoint to go on from; run it anew with shoal run"
+        )
+    if settings.cwd and Path.cwd() != Path(settings.cwd):
+        try:
+            os.chdir(settings.cwd)
+            screen.tell(f"in {settings.cwd}, where the job was started")
+        except OSError as problem:
+            screen.say(f"{settings.cwd}, where the job was started: {problem.strerror}; it goes on in {Path.cwd()}")
+    if newest is None:
+        screen.tell("there is no checkpoint to go on from: the job begins anew")
+    else:
+        screen.tell(f"going on from {newest.path.name}: step {newest.step:,}, epoch {newest.manifest['epoch'] + 1}")
+    return run_job(run_dir, settings, address, screen, resumed(run_dir, newest), newest, launcher)

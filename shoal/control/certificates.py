@@ -52,6 +52,11 @@ def make(
     return authority.made
 
 
+def valid_until(path: Path) -> datetime.datetime:
+    """Fails with CertificateUnusable."""
+    return _load(path).not_valid_after_utc
+
+
 class _Authority:
     """The one in a folder, made there if there is none."""
 

@@ -22,7 +22,7 @@ from shoal.control.protocol import FromLauncher, FromWorker, ToLauncher, ToWorke
 from shoal.control.rundir import RunDir
 from shoal.control.timeouts import Timeouts
 from shoal.data.leases import Said
-from shoal.errors import CoordinatorLost, SettingsContradict, TokenRefused
+from shoal.errors import CoordinatorLost, SettingsContradict, TokenRefused, UserMistake
 
 _WHY_CHARS = 200
 
@@ -323,6 +323,11 @@ class LauncherClient:
     @property
     def token_refused(self) -> bool:
         return self._link.token_refused.is_set()
+
+    @property
+    def refused(self) -> UserMistake | None:
+        """Why the newest attempt failed, if for certificates."""
+        return self._link.refused
 
     @property
     def answered(self) -> bool:

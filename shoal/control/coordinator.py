@@ -39,6 +39,7 @@ from shoal.control.instructions import (
     Settled,
     Stop,
 )
+from shoal.control.invitation import invite
 from shoal.control.journal import Journal, JournalDamaged, put_aside
 from shoal.control.membership import Membership, Outcome, State
 from shoal.control.protocol import CommandReply, CommandRequest, FromLauncher, FromWorker, ToLauncher, ToWorker
@@ -140,6 +141,7 @@ class Coordinator:
             port = self._listen(f"{self._bind}:0")
         await self._server.start()
         address = f"{self._bind}:{port}"
+        invite(self.run_dir, address)
         self.run_dir.write_address(address)
         self._claim.write("serves")
         self._ticker = asyncio.create_task(self._tick())
@@ -148,7 +150,7 @@ class Coordinator:
 
     def _listen(self, address: str) -> int:
         """The port. Raises RuntimeError where it is not free, CertificateUnusable."""
-        tls = self.run_dir.tls()
+        tls = self.run_dir.tls(self._bind)
         if tls is None:
             port: int = self._server.add_insecure_port(address)
         else:
@@ -480,10 +482,11 @@ class Coordinator:
             if version != ours.get(what, version):
                 return f"{hello.host} has {what} {version}, the job {ours[what]}; install the same on every host"
         known = self._membership.host(hello.host)
-        if known is None or known.life in ("", hello.life) or hello.host not in self._launchers:
+        if known is None or known.life in ("", hello.life):
             return None
-        if now - known.heard_at > self._membership.timeouts.budget_s / 2:
-            return None  # it is being lost
+        silent = now - known.heard_at > self._membership.timeouts.budget_s / 2
+        if (silent or hello.host not in self._launchers) and not (known.home and not hello.home):
+            return None  # it is being lost, which the job's own host never is
         return f"the job has a host {hello.host} already; name this one with --host-name"
 
     def _heard_launcher(self, host: str, kind: str, body: Any) -> None:

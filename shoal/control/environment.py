@@ -31,6 +31,7 @@ class WorkerEnvironment:
     checkpoint_keep: int = DEFAULT_KEEP
     resume: str = ""  # path of the checkpoint that the job goes on from
     init_from: str = ""  # path of weights that the job begins with
+    invitation: str = ""  # path; to the job that processes of torchrun join, if they are to begin none
     address: str = ""  # of this host, to listen at for workers of other hosts; empty: the job has one host
 
     def to_env(self) -> dict[str, str]:

@@ -17,12 +17,19 @@ from pathlib import Path
 from typing import Any
 
 from shoal import checkpoints
-from shoal.control.tls import Tls
+from shoal.control.tls import LOOPBACK, Tls, host_of, needed
 from shoal.errors import JobNotFound, RunDirUnusable
 from shoal.metrics import read_events
 
 RUNS = Path("shoal-runs")
-_DRAFTS = (".job.json.*", ".address.*", ".committed.json.*", "audit/.pass-*.json.*", "results/.pass-*.json.*")
+_DRAFTS = (
+    ".job.json.*",
+    ".address.*",
+    ".invitation.*",
+    ".committed.json.*",
+    "audit/.pass-*.json.*",
+    "results/.pass-*.json.*",
+)
 
 
 @dataclass(frozen=True)
@@ -85,6 +92,11 @@ class RunDir:
     def coordinator_file(self) -> Path:
         """Locked by the coordinator as long as it lives; holds its pid."""
         return self.path / "coordinator"
+
+    @property
+    def invitation_file(self) -> Path:
+        """What another machine needs to join; only in a job for several hosts."""
+        return self.path / "invitation"
 
     @property
     def job_file(self) -> Path:
@@ -159,12 +171,12 @@ class RunDir:
         except FileNotFoundError:
             return None
 
-    def tls(self) -> Tls | None:
-        """What the coordinator and its clients show each other; None in a job that speaks plain text. Raises
-        RunDirUnusable where it was to be there."""
+    def tls(self, host: str = "") -> Tls | None:
+        """What the coordinator and its clients show each other; None in a job that speaks plain text. `host`: where the
+        coordinator is met, if the run directory does not know yet. Raises RunDirUnusable where it was to be there."""
         if self.tls_folder.is_dir():
             return Tls(self.tls_folder)
-        if self.settings().get("tls"):
+        if needed(self.settings(), host or host_of(self.address() or f"{LOOPBACK}:0")):
             raise RunDirUnusable(f"{self.tls_folder} is gone; shoal resume puts it back")
         return None
 

@@ -1,5 +1,6 @@
 """TLS between the coordinator and whoever speaks to it: what is in a run directory's `tls/`, channels and ports with
-it, and why a connection was refused. Without that folder a job speaks plain text, on loopback.
+it, and why a connection was refused. Without that folder a job speaks plain text: on loopback, or where that was asked
+for.
 
 A coordinator that is away and one that is not believed look alike to gRPC. So where a connection fails, a handshake of
 our own asks why (`refusal`): nobody there is no refusal.
@@ -7,10 +8,12 @@ our own asks why (`refusal`): nobody there is no refusal.
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import os
 import shutil
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
 
     from shoal.control.rundir import RunDir
 
-_HERE = "127.0.0.1"  # where a coordinator serves
+LOOPBACK = "127.0.0.1"  # where a coordinator serves, unless other hosts are to reach it
 _PROBE_S = 1.0  # for each answer that a handshake waits for
 # What a client of HTTP/2 says first: the preface and empty settings. Whoever lets it in answers with its own.
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
@@ -49,6 +52,11 @@ class Tls:
     def pair(self, whose: str) -> tuple[Path, Path]:
         """Certificate and key of the `coordinator` or a `client`."""
         return self.folder / f"{whose}.pem", self.folder / f"{whose}.key"
+
+    def for_clients(self) -> dict[str, str]:
+        """What others need to speak with the coordinator, by file. Fails with CertificateUnusable."""
+        names = ["ca.pem", *(("client.pem", "client.key") if self.mutual else ())]
+        return {name: _read(self.folder / name).decode() for name in names}
 
     def channel(self, address: str) -> Any:
         """A gRPC channel. Fails with CertificateUnusable."""
@@ -167,27 +175,52 @@ def host_of(address: str) -> str:
     return address.rpartition(":")[0].strip("[]")
 
 
-def provide(run_dir: RunDir, given: Path, mutual: bool) -> None:
-    """Copy what the job needs of the certificates in `given` to its run directory. If they are not there any more, what
-    was copied before stays. Fails with CertificateUnusable, CertificateRefused."""
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def needed(settings: Mapping[str, Any], host: str) -> bool:
+    """Whether a job with these settings, whose coordinator is met at `host`, speaks TLS and nothing else."""
+    return bool(settings.get("tls")) or not (settings.get("plain_text") or is_loopback(host))
+
+
+def provide(run_dir: RunDir, given: Path, mutual: bool, host: str = LOOPBACK) -> None:
+    """Copy what the job needs of the certificates in `given` to its run directory, for a coordinator at `host`. If they
+    are not there any more, what was copied before stays. Fails with CertificateUnusable, CertificateRefused."""
     folder = run_dir.tls_folder
     if not given.is_dir() and folder.is_dir():
-        return Tls(folder).check(_HERE)
-    check(given, mutual)
+        return Tls(folder).check(host)
+    check(given, mutual, [host])
     names = ["ca.pem", "coordinator.pem", "coordinator.key", *(("client.pem", "client.key") if mutual else ())]
-    contents = {name: _read(given / name) for name in names}
-    draft = folder.with_name(f".tls.{os.getpid()}")
-    shutil.rmtree(draft, ignore_errors=True)
+    write(run_dir, {name: _read(given / name).decode() for name in names})
+
+
+def write(run_dir: RunDir, files: Mapping[str, str]) -> None:
+    """Make these the certificates and keys of the run directory."""
+    draft = _draft(run_dir)
     draft.mkdir(mode=0o700)
-    for name, content in contents.items():
-        with os.fdopen(os.open(draft / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+    for name, content in files.items():
+        with os.fdopen(os.open(draft / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(content)
-    # Killed between the two, it has none, and does not fall back to plain text: job.json says that it had.
-    shutil.rmtree(folder, ignore_errors=True)
-    draft.rename(folder)
+    _put(draft, run_dir)
 
 
-def check(given: Path, mutual: bool, hosts: Iterable[str] = (_HERE,)) -> None:
+def _draft(run_dir: RunDir) -> Path:
+    draft = run_dir.tls_folder.with_name(f".tls.{os.getpid()}")
+    shutil.rmtree(draft, ignore_errors=True)
+    return draft
+
+
+def _put(draft: Path, run_dir: RunDir) -> None:
+    # Killed between the two, the job has none, and does not fall back to plain text: see `needed`.
+    shutil.rmtree(run_dir.tls_folder, ignore_errors=True)
+    draft.rename(run_dir.tls_folder)
+
+
+def check(given: Path, mutual: bool, hosts: Iterable[str] = (LOOPBACK,)) -> None:
     """Whether a job can use the certificates in `given`, with a coordinator at `hosts`. Fails with CertificateUnusable,
     CertificateRefused."""
     tls = Tls(given)
@@ -200,19 +233,20 @@ def check(given: Path, mutual: bool, hosts: Iterable[str] = (_HERE,)) -> None:
         tls.check(host)
 
 
-def make_for_job(run_dir: RunDir, addresses: Iterable[str]) -> None:
-    """An authority for this job alone, with certificates for a coordinator at these hosts and for its clients, in the
-    run directory. Nobody keeps the authority's key: nothing more can be made by it. Does nothing where the job has
-    certificates already. Fails with CertificateUnusable."""
+def make_for_job(run_dir: RunDir, host: str) -> None:
+    """An authority for this job alone, with a certificate for its coordinator at `host`, in the run directory. Nobody
+    keeps the authority's key: nothing more can be made by it. What the job has already stays, while it is good for
+    that host. Fails with CertificateUnusable."""
     from shoal.control import certificates
 
     if run_dir.tls_folder.is_dir():
-        return
-    draft = run_dir.tls_folder.with_name(f".tls.{os.getpid()}")
-    shutil.rmtree(draft, ignore_errors=True)
-    certificates.make(draft, addresses, certificates.MAX_DAYS)
-    (draft / "ca.key").unlink()
-    draft.rename(run_dir.tls_folder)
+        with contextlib.suppress(CertificateRefused, CertificateUnusable):
+            return Tls(run_dir.tls_folder).check(host)
+    draft = _draft(run_dir)
+    certificates.make(draft, [host], certificates.MAX_DAYS)
+    for name in ("ca.key", "client.key", "client.pem"):  # clients are known by the token
+        (draft / name).unlink()
+    _put(draft, run_dir)
 
 
 def _read(path: Path) -> bytes:

@@ -103,7 +103,8 @@ class Loader:
         """Go on from here with this split. What was read ahead is thrown away."""
         split_index = self._source.new_split()
         if self._torch_loader is not None and self._torch_loader.num_workers and not self._processes:
-            self._processes.take_over(iter(self._torch_loader))  # there are no requests yet
+            with loader_processes.inheriting():
+                self._processes.take_over(iter(self._torch_loader))  # there are no requests yet
         self._split = (rank, size)
         self._plan = plan(self._pass, cursor, rank, size)
         if isinstance(self._source, Stream):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -101,9 +102,24 @@ def in_flight(iterator: Any) -> int:
     return int(iterator._send_idx - iterator._rcvd_idx)
 
 
+@contextmanager
+def inheriting() -> Iterator[None]:
+    """Start loader processes inside. None of them may collect what the worker has thrown away: a channel of gRPC, say,
+    waits at its end for threads that a child does not have. `enter` has each keep all of it."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
 def enter(parent_pid: int, in_child: Callable[[], None] | None, loader_index: int) -> None:
     """First thing in a loader process: tie its life to the worker's, and let go of what it inherited."""
     die_with(parent_pid)
+    gc.freeze()
+    gc.enable()
     leave_no_names()
     if in_child is not None:
         in_child()

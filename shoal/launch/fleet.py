@@ -16,8 +16,10 @@ from typing import Any
 from shoal import errors
 from shoal.control import commands
 from shoal.control.environment import WorkerEnvironment
+from shoal.control.invitation import certificates_of
 from shoal.control.rundir import Committed, RunDir
 from shoal.control.timeouts import Timeouts
+from shoal.control.tls import LOOPBACK
 from shoal.launch.hosts import HostSpec, own_address, parse_hosts, parse_lines
 from shoal.launch.relaunch import CoolDown
 from shoal.launch.remote import Reach, RemoteHost, Told, reached_by
@@ -60,25 +62,36 @@ class Discovery:
         return parse_lines(out.decode(errors="replace").splitlines(), called)
 
 
-def fleet_of(
-    settings: JobSettings, run_dir: RunDir, environment: WorkerEnvironment
-) -> tuple[Fleet | None, WorkerEnvironment]:
-    """The other hosts of a job with these settings, None if it has none, and the environment of its workers with an
-    address for them. Raises HostUnusable if the first of them cannot be reached."""
+def home_address(settings: JobSettings) -> str:
+    """Where the hosts of a job with these settings reach this machine; empty if it has no others and wants none. Raises
+    HostUnusable if the first of them is not known."""
     specs = parse_hosts(settings.hosts) if settings.hosts else ()
-    reach = Reach(tuple(shlex.split(settings.ssh)), settings.remote_python or sys.executable, settings.cwd)
+    if settings.address or not specs:
+        return settings.address
     far = next((spec.where for spec in specs if spec.where), "")
-    address = settings.address
-    if not address and specs:
-        address = own_address(reached_by(reach.ssh, far)) if far else "127.0.0.1"
-    environment = replace(environment, address=address)
-    if not specs:
-        return None, environment
-    told = Told("", 0, "", run_dir.token(), str(run_dir.path), asdict(settings), environment.to_env())
-    told = replace(told, own_dir=settings.own_dirs)
+    return own_address(reached_by(shlex.split(settings.ssh), far)) if far else LOOPBACK
+
+
+def fleet_of(settings: JobSettings, run_dir: RunDir, environment: WorkerEnvironment) -> Fleet | None:
+    """The other hosts of a job with these settings; None if it has none."""
+    if not settings.hosts:
+        return None
+    specs = parse_hosts(settings.hosts)
+    reach = Reach(tuple(shlex.split(settings.ssh)), settings.remote_python or sys.executable, settings.cwd)
+    told = Told(
+        host="",
+        slots=0,
+        address="",
+        token=run_dir.token(),
+        certificates=certificates_of(run_dir, environment.address),
+        dir=str(run_dir.path),
+        settings=asdict(settings),
+        environment=environment.to_env(),
+        own_dir=settings.own_dirs,
+    )
     discovery = Discovery(Path(settings.discover), settings.timeouts) if settings.discover else None
     follow = (settings.min, settings.max) if discovery is not None and settings.follows_slots else None
-    return Fleet(specs, told, reach, run_dir, settings.timeouts, discovery, follow), environment
+    return Fleet(specs, told, reach, run_dir, settings.timeouts, discovery, follow)
 
 
 class Fleet:

@@ -27,21 +27,19 @@ import signal
 import socket
 import subprocess
 import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from shoal import errors
 from shoal.control.environment import WorkerEnvironment
 from shoal.launch.launcher import Exit
 from shoal.process import die_with
+from shoal.train.failure import last_words, one_line
 
 PACKET_BYTES = 256 * 1024  # more than a socket of this kind takes in one packet by default
 _FULL_S = 0.01
-_TRACEBACK_CHARACTERS = 16_000
 
 
 @dataclass(frozen=True)
@@ -257,43 +255,13 @@ def _become(request: Request, channel: int) -> None:
         sys.path[0] = os.path.dirname(os.path.abspath(request.script))
 
 
-def _one_line(error: BaseException) -> str:
-    return " ".join(traceback.format_exception_only(type(error), error)[-1].split())[:500]
-
-
-def _from_script(frames: TracebackType | None, script: str) -> TracebackType | None:
-    """The traceback as `python script.py` would show it: without what lies above the script."""
-    while frames is not None and frames.tb_frame.f_code.co_filename != script:
-        frames = frames.tb_next
-    return frames
-
-
-def _failure(error: BaseException, script: str) -> tuple[dict[str, str], int]:
-    """What the launcher is told of it, and the worker's exit status."""
-    if isinstance(error, errors.ShoalError):
-        return {"error": type(error).__name__, "message": str(error)}, errors.exit_code(error)
-    frames = _from_script(error.__traceback__, script)
-    text = "".join(traceback.format_exception(type(error), error, frames))
-    import torch
-
-    # Of a model file's job the script is shoal's own: what is wrong is in the file that it calls.
-    ours = os.path.dirname(os.path.dirname(__file__)) + os.sep
-    places = [(frame.f_code.co_filename, number) for frame, number in traceback.walk_tb(frames)]
-    foreign = (ours, os.path.dirname(os.path.dirname(torch.__file__)) + os.sep)
-    theirs = [place for place in places if not place[0].startswith(foreign)] if script.startswith(ours) else []
-    file, number = (theirs or [place for place in places if place[0] == script] or [(script, 0)])[-1]
-    where = f"{os.path.basename(file)}, line {number}" if number else os.path.basename(file)
-    message = f"{where}: {_one_line(error)}"
-    return {"error": "ScriptFailed", "message": message, "traceback": text[-_TRACEBACK_CHARACTERS:]}, 1
-
-
 def _run_script(script: str, channel: socket.socket) -> int:
     """The exit status of the script, after its failure, if any, was written to the log and told to the launcher."""
     try:
         runpy.run_path(script, run_name="__main__")
         return 0
     except Exception as error:  # the outermost frame of user code
-        packet, status = _failure(error, script)
+        packet, status = last_words(error, script)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     # Told before it is written: the launcher shows it once, and echoes no worker's log beyond this place.
@@ -312,7 +280,7 @@ def main() -> None:
     try:
         _preload()
     except ImportError as problem:
-        sock.send(json.dumps({"failed": f"torch or shoal does not import here: {_one_line(problem)}"}).encode())
+        sock.send(json.dumps({"failed": f"torch or shoal does not import here: {one_line(problem)}"}).encode())
         raise
     sock.send(json.dumps({"ready": len(os.listdir("/proc/self/task"))}).encode())
     request, channel = _serve(sock)

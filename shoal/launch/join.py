@@ -24,7 +24,8 @@ from typing import Any
 from shoal import __version__, errors
 from shoal.control.client import LauncherClient
 from shoal.control.environment import WorkerEnvironment
-from shoal.control.rundir import RunDir, write_atomically
+from shoal.control.invitation import Invitation
+from shoal.control.rundir import RunDir
 from shoal.control.timeouts import Timeouts
 from shoal.launch.host import Ending, HostKeeper, Owner, Place
 from shoal.launch.hosts import own_address
@@ -80,9 +81,8 @@ def host(told: Told) -> Iterator[Host]:
         return
     _sweep()
     with tempfile.TemporaryDirectory(prefix=_OWN) as folder:
-        own = RunDir.create(Path(folder) / Path(told.dir).name, dict(told.settings))
-        write_atomically(own.token_file, told.token)
-        own.write_address(told.address)
+        invitation = Invitation(told.address, told.token, told.certificates)
+        own = invitation.accept(Path(folder) / Path(told.dir).name, told.settings)
         with own.held():
             yield Host(told, own, False, settings)
 
@@ -100,8 +100,14 @@ def _sweep() -> None:
 class Session(Owner):
     """One life of this host in the job. `over` when the job goes on without it and it may come again: `again`."""
 
-    def __init__(self, host: Host, screen: Screen, on_up: Callable[[], None] = lambda: None) -> None:
-        self._host, self._screen, self._on_up = host, screen, on_up
+    def __init__(
+        self,
+        host: Host,
+        screen: Screen,
+        on_up: Callable[[], None] = lambda: None,
+        launcher: Callable[..., LocalLauncher] = LocalLauncher,
+    ) -> None:
+        self._host, self._screen, self._on_up, self._make_launcher = host, screen, on_up, launcher
         self._timeouts = host.settings.timeouts
         self._draining = False
         self._ending: Ending | None = None
@@ -117,7 +123,7 @@ class Session(Owner):
         self._over = asyncio.Event()
         self._tasks = Tasks(self.lost)
         make_launcher = functools.partial(
-            LocalLauncher,
+            self._make_launcher,
             Path(settings.script),
             list(settings.args),
             host.run_dir.logs,
@@ -154,8 +160,11 @@ class Session(Owner):
         environment = self._host.environment
         self._link = link = self._keeper.connect(environment)
         loop = asyncio.get_running_loop()
-        latest_s = loop.time() + self._timeouts.join_s
+        began_s = loop.time()
+        latest_s = began_s + self._timeouts.join_s
         while not link.answered:
+            if link.refused is not None and loop.time() > began_s + self._timeouts.budget_s:
+                return self.lost(link.refused)  # before that, it may be another's port for now
             if link.token_refused:
                 return self.lost(errors.TokenRefused(f"{self._host.told.address} refused the token; give this job's"))
             if loop.time() > latest_s:
@@ -405,11 +414,14 @@ def cores() -> int:
 # ---- by hand ---------------------------------------------------------------------------------------------------------
 
 
-def by_hand(told: Told, screen: Screen) -> int:
+def by_hand(told: Told, screen: Screen, launcher: Callable[..., LocalLauncher] = LocalLauncher) -> int:
     """Until the job ends, or Ctrl-C. The exit status."""
 
     async def take_part(here: Host) -> int:
-        sessions = [Session(here, screen, on_up=lambda: screen.say(f"{told.host} is in the job; Ctrl-C leaves it"))]
+        def say_up() -> None:
+            screen.say(f"{told.host} is in the job; Ctrl-C leaves it")
+
+        sessions = [Session(here, screen, say_up, launcher)]
         signals: list[int] = []
 
         def on_signal(signum: int) -> None:
@@ -428,7 +440,7 @@ def by_hand(told: Told, screen: Screen) -> int:
             await asyncio.sleep(sessions[-1].rest_s)
             if signals:
                 return 0
-            sessions.append(Session(here, screen))
+            sessions.append(Session(here, screen, launcher=launcher))
 
     with host(told) as here:
         return asyncio.run(take_part(here))

@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from shoal import errors
 from shoal.control.environment import WorkerEnvironment
@@ -119,6 +119,14 @@ class _Worker:
         return bool(poll.poll(0))
 
 
+class Server(Protocol):
+    """Where the processes come from; see `ForkServer`."""
+
+    async def ready(self) -> int: ...
+    async def fork(self, request: Request, channel: socket.socket) -> tuple[int, int]: ...
+    def close(self) -> None: ...
+
+
 class LocalLauncher(Launcher):
     """Workers of one machine, all of the same script."""
 
@@ -139,12 +147,14 @@ class LocalLauncher(Launcher):
         self._workers: dict[str, _Worker] = {}
         self._answers: set[asyncio.Task[None]] = set()
         self._early: dict[str, Exit] = {}  # reaped before the reply to its start was handled
-        self._server: ForkServer | None = None
+        self._server: Server | None = None
 
     async def open(self) -> None:
-        log = self._logs / "forkserver.log"
-        self._server = ForkServer(log, self._on_reaped, self.on_lost)
+        self._server = self._make_server()
         await self._server.ready()
+
+    def _make_server(self) -> Server:
+        return ForkServer(self._logs / "forkserver.log", self._on_reaped, self.on_lost)
 
     async def start(self, environment: WorkerEnvironment) -> int:
         assert self._server is not None, "open() comes first"

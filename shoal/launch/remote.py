@@ -1,6 +1,6 @@
 """The launcher of another host as the job sees it: a process, here or at the far end of ssh, and a pipe to it.
 
-Both ends say lines of JSON, one object each, and nothing of them is secret but the first, which has the token:
+Both ends say lines of JSON, one object each, and nothing of them is secret but the first, which has the token and keys:
 
     to the host      what `Told` has, once; then {"ping": address of the coordinator}, {"slots": n}, {"stop": seconds}
     from the host    {"up": 1} once it is in the job; {"ping": 1}; {"echo": [worker, line]}; {"say": line};
@@ -39,6 +39,7 @@ class Told:
     slots: int
     address: str  # of the coordinator
     token: str
+    certificates: Mapping[str, str]  # as in an invitation
     dir: str  # the run directory at home; the host's too, if it sees the same
     settings: Mapping[str, Any]  # of the job
     environment: Mapping[str, str] = field(default_factory=dict)  # of its workers

@@ -87,8 +87,9 @@ class JobSettings:
     remote_python: str = ""
     own_dirs: bool = False  # of hosts, also where they see the job's
     follows_slots: bool = False  # the number of workers is that of the slots, as hosts come and go
-    tls: str = ""  # the folder of certificates; none: plain text
+    tls: str = ""  # the folder of certificates; none: the job makes its own where it serves other hosts
     mutual: bool = False
+    plain_text: bool = False  # also to other hosts
     version: str = __version__
 
     def __post_init__(self) -> None:
@@ -113,6 +114,8 @@ class JobSettings:
             raise errors.SettingsContradict(f"--keep {self.checkpoint_keep} is below 1; keep one checkpoint at least")
         if self.mutual and not self.tls:
             raise errors.SettingsContradict("--mutual needs certificates; name their folder with --tls DIR")
+        if self.plain_text and self.tls:
+            raise errors.SettingsContradict("--no-tls and --tls DIR contradict each other; leave one out")
         Every.parse(self.checkpoint_every)
         Timeouts(self.budget_s)
         if self.metrics_port is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import signal
@@ -15,9 +16,12 @@ from shoal import __version__, errors
 from shoal.control.environment import WorkerEnvironment
 from shoal.control.rundir import Committed, RunDir, create_default, finite
 from shoal.control.timeouts import Timeouts
+from shoal.control.torchrun import Torchrun
 from shoal.metrics import write_end
 from shoal.sync.memory import Channel, OwnMemory, keep_freed_memory
+from shoal.train.failure import last_words
 from shoal.train.reconfigure import Leave, Placement
+from shoal.train.torchrun import arrive
 from shoal.train.worker import Worker
 
 
@@ -29,13 +33,18 @@ def run(main: Callable[[Worker], None]) -> None:
         environment = WorkerEnvironment.from_env(os.environ)
         if environment.worker_id:
             _run_launched(main, environment)
+        elif (torchrun := Torchrun.from_env(os.environ)) is not None:
+            _run_as_guest(main, torchrun, environment)
         else:
             _run_alone(main, environment)
     except Leave:
         sys.exit(0)
 
 
-def _run_launched(main: Callable[[Worker], None], environment: WorkerEnvironment) -> None:
+def _run_launched(
+    main: Callable[[Worker], None], environment: WorkerEnvironment, on_asked: Callable[[int], None] | None = None
+) -> None:
+    """`on_asked` is called, with the signal, when it is asked to leave; Ctrl-C counts as that then."""
     channel = socket.socket(fileno=os.dup(environment.channel_fd))
     channel.set_inheritable(False)
     worker = Worker(
@@ -47,7 +56,39 @@ def _run_launched(main: Callable[[Worker], None], environment: WorkerEnvironment
         Placement(environment.threads, environment.pin),
         environment,
     )
-    _live(worker, main, environment)
+    _live(worker, main, environment, on_asked)
+
+
+def _run_as_guest(main: Callable[[Worker], None], torchrun: Torchrun, environment: WorkerEnvironment) -> None:
+    """As a worker of the job that the processes of this torchrun are, or join."""
+    try:
+        guest = arrive(torchrun, environment)
+        told = guest.wait()
+    except errors.ShoalError as error:
+        print(f"shoal: {type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(errors.exit_code(error))
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
+    exit_code = 1
+    try:
+        _run_launched(main, told, guest.asked)
+        exit_code = 0
+    except Leave:
+        exit_code = 0
+        raise
+    except SystemExit as exit:
+        exit_code = exit.code if isinstance(exit.code, int) else 1
+        raise
+    except Exception as problem:
+        packet, exit_code = last_words(problem, os.path.abspath(sys.argv[0]))
+        with contextlib.suppress(OSError):
+            Channel(socket.socket(fileno=os.dup(told.channel_fd))).send(packet)
+        if isinstance(problem, errors.ShoalError):  # the launcher says it
+            sys.exit(exit_code)
+        raise
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+        guest.leave(exit_code)
 
 
 def _run_alone(main: Callable[[Worker], None], environment: WorkerEnvironment) -> None:
@@ -104,11 +145,24 @@ def _interrupted(worker: Worker, *_: object) -> None:
         os.write(2, b"\nshoal: ends after this step; Ctrl-C once more ends it now\n")
 
 
-def _live(worker: Worker, main: Callable[[Worker], None], environment: WorkerEnvironment) -> None:
+def _asked(worker: Worker, tell: Callable[[int], None], signum: int, *_: object) -> None:
+    tell(signum)
+    worker.on_sigterm(signum)
+
+
+def _live(
+    worker: Worker,
+    main: Callable[[Worker], None],
+    environment: WorkerEnvironment,
+    on_asked: Callable[[int], None] | None = None,
+) -> None:
     if environment.plugin:
         module, function = environment.plugin.split(":")
         getattr(importlib.import_module(module), function)(worker)
     signal.signal(signal.SIGTERM, worker.on_sigterm)
+    if on_asked is not None:
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signum, partial(_asked, worker, on_asked))
     try:
         if environment.device == "cuda":
             _ = worker.device  # which says so in one line where there is none

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -22,7 +23,7 @@ import tempfile
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -54,10 +55,10 @@ class Check:
     todo: str = ""
 
 
-def report(directory: Path, console: Console, as_json: bool) -> int:
+def report(directory: Path, console: Console, as_json: bool, more: Iterable[Check] = ()) -> int:
     """Check this machine for runs in `directory` and tell; 1 when something is bad."""
     done: list[Check] = []
-    for check in checks(directory):
+    for check in itertools.chain(checks(directory), more):
         done.append(check)
         if not as_json:
             console.print(_row(check, console.width))
@@ -277,7 +278,7 @@ def gpu_names() -> list[str]:
 def gpus(names: list[str]) -> Check:
     if not names:
         return Check("GPUs", "none; shoal trains on the CPU")
-    return Check("GPUs", f"{', '.join(sorted(set(names)))} × {len(names)}, unused: shoal trains on the CPU so far")
+    return Check("GPUs", f"{', '.join(sorted(set(names)))} × {len(names)}")
 
 
 # ---- links and disks -------------------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ class Worker:
 
 
 class Launcher:
-    def __init__(self, run_dir: RunDir, live: dict[str, int]) -> None:
+    def __init__(self, run_dir: RunDir, live: dict[str, int], home: bool = True) -> None:
         self.heard: queue.Queue[tuple[Any, ...]] = queue.Queue()
         self.client = LauncherClient(
             run_dir,
@@ -97,6 +97,8 @@ class Launcher:
             on_probe=lambda worker_id: self.heard.put(("probe", worker_id)),
             on_excuse=lambda worker_id: self.heard.put(("excuse", worker_id)),
             on_stop=lambda stop: self.heard.put(("stop", stop.reason, stop.failed, stop.kind)),
+            on_refused=lambda reason: self.heard.put(("refused", reason)),
+            home=home,
         )
 
     def hear(self, kind: str) -> tuple[Any, ...]:
@@ -150,6 +152,23 @@ def test_a_leaver_gets_bye_only_after_it_parked_in_the_newest_generation(make_jo
     assert second.told_bye()
     assert not first.client.dismissed
     assert job.status()["generation"] == 2
+
+
+def test_a_host_with_the_name_of_the_jobs_own_is_refused(
+    make_job: Callable[..., Job],
+) -> None:
+    job = make_job()
+    own = job.launcher({})
+    own.hear("target")
+    for _ in range(2):  # also while its own is not connected
+        other = Launcher(job.run_dir, {}, home=False)
+        other.client.start()
+        try:
+            assert other.hear("refused")[1] == "the job has a host here already; name this one with --host-name"
+        finally:
+            other.client.close()
+        own.client.close()
+    assert "host_lost" not in job.kinds()
 
 
 def test_a_wrong_token_is_refused_for_workers_and_commands(make_job: Callable[..., Job]) -> None:

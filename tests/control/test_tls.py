@@ -180,19 +180,21 @@ def test_workers_and_commands_reach_a_coordinator_that_speaks_tls(
 def test_a_job_makes_its_own_for_an_address(tmp_path: Path) -> None:
     run_dir = RunDir.create(tmp_path / "run", {})
     assert run_dir.tls() is None
-    tls.make_for_job(run_dir, ["10.0.0.7", "node1"])
+    tls.make_for_job(run_dir, "10.0.0.7")
     found = run_dir.tls()
     assert found is not None
-    assert found.mutual
+    assert not found.mutual
     found.check("10.0.0.7")
-    found.check("node1")
     with pytest.raises(CertificateRefused, match=r"not for 10\.0\.0\.8; make one with shoal certs DIR --host 10"):
         found.check("10.0.0.8")
-    assert not (run_dir.tls_folder / "ca.key").exists()
+    assert {path.name for path in run_dir.tls_folder.iterdir()} == {"ca.pem", "coordinator.pem", "coordinator.key"}
     assert mode(run_dir.tls_folder) == 0o700
+    assert {mode(path) for path in run_dir.tls_folder.iterdir()} == {0o600}
     before = (run_dir.tls_folder / "ca.pem").read_bytes()
-    tls.make_for_job(run_dir, ["10.0.0.7"])
+    tls.make_for_job(run_dir, "10.0.0.7")
     assert (run_dir.tls_folder / "ca.pem").read_bytes() == before
+    tls.make_for_job(run_dir, "10.0.0.8")  # it goes on at another address
+    found.check("10.0.0.8")
 
 
 def test_a_job_keeps_its_own_copies_and_takes_up_renewed_ones(made: Path, tmp_path: Path) -> None:
@@ -350,8 +352,9 @@ def test_a_job_trains_with_tls_both_ways_and_its_coordinator_may_be_killed(made:
 def test_a_folder_without_certificates_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
     run = [sys.executable, "-m", "shoal", "run", "--dir", str(tmp_path / "run"), "--tls"]
-    said = subprocess.run([*run, "nowhere", str(tmp_path / "train.py")], capture_output=True, text=True, timeout=60)
+    nowhere, script = str(tmp_path / "nowhere"), str(tmp_path / "train.py")
+    said = subprocess.run([*run, nowhere, script], capture_output=True, text=True, timeout=60)
     assert said.returncode == 2
     assert said.stderr.count("\n") == 1
-    assert "CertificateUnusable: --tls nowhere is not a folder; make one with shoal certs nowhere" in said.stderr
+    assert f"CertificateUnusable: --tls {nowhere} is not a folder; make one with shoal certs {nowhere}" in said.stderr
     assert not (tmp_path / "run").exists()

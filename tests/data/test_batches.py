@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -423,6 +424,43 @@ def test_loader_processes_run_in_child_compute_with_one_thread_and_leave_interru
     assert fetched is not None
     assert set(fetched.data) == {(True, 1, True)}
     assert not entered
+
+
+class Cyclic:
+    """Can only be collected, not counted down to nothing. `ends` is what its end does."""
+
+    ends = staticmethod(lambda: None)
+
+    def __init__(self) -> None:
+        self.self = self
+
+    def __del__(self) -> None:
+        self.ends()
+
+
+def test_loader_processes_do_not_collect_what_the_worker_threw_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A channel of gRPC among it would wait for ever for its threads, which are the worker's."""
+    collected = list[str]()
+
+    class Collecting(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            Cyclic()
+            gc.collect()
+            return list(collected)
+
+    gc.collect()
+    gc.disable()
+    try:
+        Cyclic()
+        monkeypatch.setattr(Cyclic, "ends", staticmethod(lambda: collected.append("")))
+        with loader_over(Collecting(), num_workers=1, collate_fn=list) as loader:
+            loader.start(Cursor(), 0, 1)
+            assert not gc.isenabled()
+            fetched = loader.next()
+    finally:
+        gc.enable()
+    assert fetched is not None
+    assert [len(ends) for ends in fetched.data] == [1, 2, 3, 4, 5, 6]  # its own, and no other
 
 
 def exits_within(pids: list[int], end: Callable[[], None], timeout_s: float) -> bool:

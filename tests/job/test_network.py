@@ -50,8 +50,8 @@ class FarJob:
 
     def join(self, host: int) -> None:
         command = [
-            sys.executable, "-m", "shoal", "join", str(self.run_dir.address()), "--slots", "2",
-            "--token-file", str(self.run_dir.token_file), "--host-name", f"far{host}",
+            sys.executable, "-m", "shoal", "join", str(self.run_dir.invitation_file), "--slots", "2",
+            "--host-name", f"far{host}",
         ]  # fmt: skip
         self.far[host] = self._start(host, command, f"far{host}.log")
 

@@ -220,7 +220,7 @@ def test_summary_tells_steps_that_train_apart_from_evaluations(monkeypatch):
     assert audited.endswith("(40 steps, 15 of them without training, 1,200 samples, 0 steps redone)")
 
 
-@pytest.mark.parametrize("command", [each.callback.__name__ for each in cli.app.registered_commands])
+@pytest.mark.parametrize("command", [each.callback.__name__ for each in cli.app.registered_commands if not each.hidden])
 def test_no_two_options_of_a_command_have_the_same_name(command):
     params = typer.main.get_command(cli.app).commands[command].params
     names = [name for param in params for name in (*param.opts, *param.secondary_opts)]
@@ -294,7 +294,7 @@ def test_help_has_examples_and_runs_as_a_module():
     assert "shoal run -n 2:8 train.py" in said.stdout
 
 
-@pytest.mark.parametrize("command", [each.callback.__name__ for each in cli.app.registered_commands])
+@pytest.mark.parametrize("command", [each.callback.__name__ for each in cli.app.registered_commands if not each.hidden])
 def test_every_command_has_examples(command, capsys):
     assert shoal(command, "--help") == 0
     assert f"shoal {command}" in capsys.readouterr().out.partition("Examples")[2]

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,7 +34,10 @@ from shoal.testing.faults import lose_journal
 DEADLINE_S = 90.0
 ROOT = str(Path(shoal.__file__).parents[1])
 SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin")
-needs_sshd = pytest.mark.skipif(SSHD is None or shutil.which("ssh") is None, reason="ssh or sshd is not installed")
+needs_sshd = pytest.mark.skipif(
+    SSHD is None or shutil.which("ssh") is None, reason="needs ssh and sshd (Debian: openssh-server)"
+)
+needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 
 # It goes on until the file `enough` is there, so that nothing depends on how fast it is.
 LEASED = """
@@ -162,6 +166,8 @@ def ssh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
             f" StrictHostKeyChecking no\n UserKnownHostsFile {folder}/known\n LogLevel ERROR\n"
         )
     assert SSHD is not None
+    if os.geteuid() == 0:  # where the system's own service never ran, Debian's sshd misses it
+        Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
     server = subprocess.Popen([SSHD, "-D", "-e", "-f", str(folder / "sshd_config")], stderr=subprocess.PIPE, text=True)
     try:
         assert server.stderr is not None
@@ -293,8 +299,7 @@ def alive(process: psutil.Process) -> bool:
 def test_a_host_joins_by_hand_and_leaves_with_ctrl_c_while_the_job_goes_on(tmp_path: Path) -> None:
     with running(tmp_path, "-n", "1", "--address", "127.0.0.1", "--budget", "2") as run:
         run.until(lambda: run.members() == ["w0"])
-        address, token = RunDir(run.dir).address(), run.dir / "token"
-        words = ("join", str(address), "--token-file", str(token), "--slots", "2", "--host-name", "spare")
+        words = ("join", str(run.dir / "invitation"), "--slots", "2", "--host-name", "spare")
         with open(tmp_path / "joined", "w") as output:
             joined = run.start(*words, output=output)
         try:
@@ -363,19 +368,24 @@ def test_a_host_that_is_stopped_is_lost_and_begins_anew_when_it_wakes_up(tmp_pat
         (["-H", "server1:1", "--remote-python", "/nowhere/python"], "HostUnusable: server1: "),
         (["-H", "server1:1", "--remote-python", "{folder}/without"], "HostUnusable: server1: "),
         (["-H", "server1:1", "--remote-python", "{folder}/older"], "HostUnusable: server1 has shoal 0.0.1, the job "),
+        (["-H", "server1:1", "--remote-python", "{folder}/torch"], "HostUnusable: server1 has torch 0.0.1, the job "),
+        pytest.param(["-H", "server1:2", "--device", "cuda"], "DeviceMissing: server1-w", marks=needs_no_gpu),
     ],
-    ids=["unknown", "key refused", "no python", "no shoal", "another version"],
+    ids=["unknown", "key refused", "no python", "no shoal", "another shoal", "another torch", "no GPU"],
 )
 def test_a_host_that_cannot_be_used_is_one_line_and_exit_code_2(
     tmp_path: Path, ssh: list[str], options: list[str], wanted: str
 ) -> None:
     folder = Path(ssh[1].split()[-1]).parent
     script(folder / "without", 'exec %s -I -S "$@"')
+    other = 'from shoal.control import protocol; protocol.versions = lambda: {"torch": "0.0.1"}'
+    script(folder / "torch", f"shift 2; exec %s -c '{other}; {MAIN}' \"$@\"")
     script(folder / "older", f'shift 2; exec %s -c \'import shoal; shoal.__version__ = "0.0.1"; {MAIN}\' "$@"')
     given = [word.replace("{folder}", str(folder)) for word in options]
     with running(tmp_path, *ssh, *given) as run:
         run.ended(2)
-    assert run.printed().rstrip().split("\n")[-1].startswith(f"shoal: {wanted}"), run.printed()
+    assert [line for line in run.printed().split("\n") if line.startswith("shoal: ")] == [run.printed().split("\n")[-2]]
+    assert run.printed().split("\n")[-2].startswith(f"shoal: {wanted}"), run.printed()
 
 
 MAIN = "import sys, shoal.cli; shoal.cli.main(sys.argv[1:])"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from pathlib import Path
 
 import pytest
 
 from shoal import cli
-from shoal.view import doctor
+from shoal.control import certificates
+from shoal.view import doctor, trust
 from shoal.view.doctor import GIB, Check
 
 HERE = Path("/runs")
@@ -66,6 +68,31 @@ def test_this_machine_is_checked_for_real(tmp_path, capsys):
     assert names >= {"Python", "torch", "kernel", "cores", "memory", "/dev/shm", "loopback", "clock", "GPUs", "disk"}
     assert exit.value.code == (0 if said["fit"] else 1)
     assert str(tmp_path) in next(check["found"] for check in said["checks"] if check["name"] == "disk")
+
+
+@pytest.mark.parametrize(
+    ("kind", "verdicts", "said"),
+    [
+        ("good", ["ok", "ok"], "for 10.0.0.7, valid until "),
+        ("ends soon", ["ok", "warn"], "for 10.0.0.7, valid until "),
+        ("expired", ["ok", "bad"], "its certificate has expired"),
+        ("another host", ["ok", "bad"], "its certificate is not for 10.0.0.7"),
+        ("open key", ["bad", "ok"], "others can read coordinator.key"),
+        ("missing", ["bad"], "is not a folder"),
+    ],
+)
+def test_certificates_are_judged(kind, verdicts, said, tmp_path):
+    folder = tmp_path / "certs"
+    if kind != "missing":
+        ago = {"ends soon": 350, "expired": 400}.get(kind, 0)
+        made_at = datetime.datetime.now(datetime.timezone.utc) - datetime.timedelta(days=ago)
+        certificates.make(folder, ["node1" if kind == "another host" else "10.0.0.7"], now=made_at)
+    if kind == "open key":
+        (folder / "coordinator.key").chmod(0o644)
+    found = list(trust.checks(folder, ["10.0.0.7"]))
+    assert [check.verdict for check in found] == verdicts
+    assert all(bool(check.todo) == (check.verdict != "ok") for check in found)
+    assert said in found[0 if kind in ("open key", "missing") else 1].found
 
 
 def test_what_is_bad_is_told_with_its_remedy_and_exit_code_1(monkeypatch, capsys):
