@@ -26,7 +26,8 @@ ShoalError                      what shoal raises
 ├── ForkServerLost              the process that forks the workers ended
 ├── LoaderLost                  a loader process of a worker was killed; the worker ends, and is replaced
 ├── CommunicatorLost            the exchange between devices failed and nobody died; the worker ends, and is replaced
-└── Changed                     internal: the generation changed, the step comes again
+├── Stalled                     some workers have not asked for an operation that others wait for
+└── Changed                     the generation is over: the step comes again, what collectives had under way is lost
 """
 
 from __future__ import annotations
@@ -136,8 +137,12 @@ class CommunicatorLost(ShoalError):
     pass
 
 
+class Stalled(ShoalError):
+    pass
+
+
 class Changed(ShoalError):
-    """The generation a wait belonged to is over. Never leaves `Worker`."""
+    """The generation a wait belonged to is over. Scripts see it from the handles of `Worker.collectives` only."""
 
 
 def named(name: str, message: str) -> ShoalError:

@@ -84,15 +84,15 @@ def origin(standing: Standing) -> Origin | None:
     """For the followers of a generation, once all have parked; the same wherever it is asked. None: none needs one."""
     words, places = standing.words, standing.places
     slots = [it.slot for it in places.generation.followers if not words.get(it.slot, w.INCUMBENT)]
-    behind = [slot for slot in slots if words.get(slot, w.FOLLOWS) != _NEEDS_NONE]
+    behind = [slot for slot in slots if words.get(slot, w.COPY) != _NEEDS_NONE]
     newest, has = standing.begins()
     if not behind or not newest:
         return None
     leaders = [slot for host, slot in places.leaders.items() if has[host] and slot in standing.slots]
-    wanted = {words.get(slot, w.FOLLOWS) for slot in behind}
+    wanted = {words.get(slot, w.COPY) for slot in behind}
     if len(wanted) == 1 and 0 not in wanted:
         (seq,) = wanted
-        if holders := tuple(slot for slot in leaders if words.get(slot, w.HOLDS) == seq):
+        if holders := tuple(slot for slot in leaders if words.get(slot, w.COPY) == seq):
             return Origin(seq, holders, fresh=False)
     return Origin(seq_of(newest), tuple(leaders[:_HOLDERS]), fresh=True) if leaders else None
 
@@ -104,8 +104,7 @@ class Source:
         self._arena, self._words, self._slot = arena, words, slot
         self._copy: list[bytes] = []
         self._told = 0
-        for word in (w.FOLLOWS, w.HOLDS):  # whoever had the slot before may have left something there
-            words.put(slot, word, 0)
+        words.put(slot, w.COPY, 0)  # whoever had the slot before may have left something there
         self._group: Group | None = None
 
     def enter(self, group: Group) -> None:
@@ -133,7 +132,7 @@ class Source:
 
     def _keep(self, copy: list[bytes], seq: int) -> None:
         self._copy = copy
-        self._words.put(self._slot, w.HOLDS, seq)
+        self._words.put(self._slot, w.COPY, seq)
 
     # On the wire's thread.
 
@@ -266,7 +265,7 @@ class Follower:
         if wanted.fresh or self._copy is None:
             self._behind.clear()
             self._copy, self._from = _Copy(self._arena, wanted.seq), group.newest
-            self._words.put(self._slot, w.FOLLOWS, wanted.seq)
+            self._words.put(self._slot, w.COPY, wanted.seq)
         if self._copy.missing:
             assert group.far is not None
             # Several followers ask different holders, where there are some.
@@ -281,7 +280,7 @@ class Follower:
                 # It counts more than all that came before, and may lie over it: if it is not committed, begin again.
                 self._behind.clear()
                 self._copy, self._based = None, False
-                self._words.put(self._slot, w.FOLLOWS, 0)
+                self._words.put(self._slot, w.COPY, 0)
             far.take_checked(told.source, seq, STATE, self._arena.image(seq & 1))
         buffers = [torch.empty_like(places[0]) for places in self._arena.buffers]
         if told.kind == STEPPED and buffers:
@@ -303,7 +302,7 @@ class Follower:
 
     def _is_based(self) -> None:
         self._based, self._copy = True, None
-        self._words.put(self._slot, w.FOLLOWS, _NEEDS_NONE)
+        self._words.put(self._slot, w.COPY, _NEEDS_NONE)
 
     def _make_up(self, come: queue.SimpleQueue[memoryview | None], caught_up: Callable[[], None]) -> None:
         """Make commits again, once the copy is there: some, or as many as there is time for."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from shoal import errors
 from shoal.control.generation import Generation, Member
@@ -20,6 +20,9 @@ from shoal.sync import words as w
 from shoal.sync.hosts import Far, Places, Relay
 from shoal.sync.notice import NET_S, Notice
 from shoal.sync.words import Words, fence, seq_of, tag
+
+if TYPE_CHECKING:
+    from shoal.sync.collectives import Collectives
 
 # Below a scheduler's wake-up, so that a neighbor that is nearly there costs no system call.
 SPIN_S = 50e-6
@@ -165,6 +168,7 @@ class Group(Standing):
         self.leads = self.near[0] == self.slot  # does what is done once a host
         self._others = [slot for slot in self.slots if slot != self.slot]
         self.followers = [follower.slot for follower in generation.followers]
+        self.collectives: Collectives  # of this generation, once they have entered it
         self.seq = 0  # of the newest commit, known once entered
         self.checked = False  # that commit is to be
         self.behind = False  # this host does not have that commit's state yet

@@ -18,7 +18,7 @@ from shoal import errors
 from shoal.control.generation import Generation, Member
 from shoal.errors import Changed
 from shoal.sync.notice import NET_S, Notice
-from shoal.sync.wire import Address, Wire
+from shoal.sync.wire import Address, Wire, listen
 from shoal.sync.words import LINE_BYTES, MAX_MARKS_BYTES, STATEMENT, Words
 
 T = TypeVar("T")
@@ -83,6 +83,14 @@ class Places:
         return k * m < (j + 1) * n and j * n < (k + 1) * m
 
 
+LOOPBACK = "127.0.0.1"
+
+
+def host_of(member: Member) -> str:
+    """The address of its host: that of this one, where there are no others."""
+    return parse_address(member.address)[0] if member.address else LOOPBACK
+
+
 def parse_address(text: str) -> Address:
     host, _, port = text.rpartition(":")
     return host.strip("[]"), int(port)
@@ -107,7 +115,7 @@ class Relay:
         self.problem: Exception | None = None
         self.connected_to = 0  # the generation whose workers have all been reached
         self._mirrored: list[int] = []
-        self.wire = Wire(-1, address, self, patience_s)
+        self.wire = Wire(-1, listen(address), self, patience_s)
 
     @property
     def address(self) -> str:

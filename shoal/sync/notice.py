@@ -31,12 +31,14 @@ class Notice:
         self.entering = False
         self._ends_at = 0  # the wait ends when `fault` (or, while entering, `newest`) is above this
         self._wake: Callable[[], None] | None = None  # of the wait that goes on
+        self.watchers: list[Callable[[], None]] = []  # called when something is told; they must not block
 
     def tell(self, generation: Generation) -> None:
         """Called on the client's thread: remember the generation and end the waits that it ends."""
         if generation.fault:
             self.fault = max(self.fault, generation.number)
         self.newest = max(self.newest, generation.number)
+        self._tell_watchers()
         # The training thread may be between its last look and its sleep: wake it until it has noticed.
         deadline_s = time.monotonic() + 1.0
         while self.over() and self._wake is not None and time.monotonic() < deadline_s:
@@ -47,7 +49,12 @@ class Notice:
         """A connection of the generation has ended. With a newer one known, that ends waits: who was at its other end
         may have moved on."""
         self.broken = max(self.broken, generation)
+        self._tell_watchers()
         self.wake()
+
+    def _tell_watchers(self) -> None:
+        for watch in (*self.watchers,):
+            watch()
 
     def wake(self) -> None:
         """Let whoever waits look again at what ends its wait."""

@@ -23,10 +23,9 @@ from shoal.errors import Changed
 from shoal.metrics import fault_point
 from shoal.seconds import EXCHANGE
 from shoal.sync import transfer
-from shoal.sync import words as w
 from shoal.sync.batchnorm import SyncBatchNorm, Total
 from shoal.sync.buckets import Buckets
-from shoal.sync.communicator import Communicator, Handle, Meeting
+from shoal.sync.communicator import Communicator, Work, communicator_for
 from shoal.sync.described import described
 from shoal.sync.group import Group
 from shoal.sync.memory import HostMemory
@@ -37,7 +36,7 @@ from shoal.sync.words import Words
 
 
 class Replicated(Sync):
-    """NCCL between GPUs, gloo between CPUs. One worker alone has no communicator, and steps as a plain loop does.
+    """NCCL between GPUs, our own connections between CPUs. One worker alone has none, and steps as a plain loop does.
 
     As in a plain loop, a backward of the script's own between a batch and its step adds to that step's gradients.
     """
@@ -60,8 +59,7 @@ class Replicated(Sync):
         self._kept = [flat.clone() for flat in replica.buffers.gather()]  # of the newest commit
         self._group: Group | None = None
         self._communicator: Communicator | None = None
-        self._meeting: Meeting | None = None
-        self._buckets: Buckets[Handle] | None = None
+        self._buckets: Buckets[Work] | None = None
         self._hooks: list[RemovableHandle] = []
         self._open = False  # the backward that runs is the step's last
         self._at = 0  # the commit whose state this replica is
@@ -86,16 +84,10 @@ class Replicated(Sync):
 
     def _meet(self, group: Group) -> None:
         """Make the communicator of this generation, and have everybody's state be the commit's."""
-        said: dict[str, object] = {"holds": self._at}
-        if group.rank == 0:
-            self._meeting = Meeting()
-            said["invitation"] = self._meeting.invitation
-        # Nobody votes on a step before all have met here, so the place for statements is free.
-        self._words.set_statement(group.slot, json.dumps(said).encode())
-        group.reduced()
-        heard = [json.loads(self._words.statement(slot)) for slot in group.slots]
-        self._communicator = Communicator(self._device, group.rank, group.size, partial(_over, group))
-        self._communicator.connect(*heard[0]["invitation"])
+        said = json.dumps({"holds": self._at}).encode()
+        heard = [json.loads(it) for it in group.collectives.share(said, "replicas: holds").wait()]
+        self._communicator = communicator_for(self._device, group)
+        self._communicator.connect()
         self._hook()
         if not group.seq:
             return
@@ -106,10 +98,10 @@ class Replicated(Sync):
         if len(holders) == group.size:
             return
         if group.rank == root:
-            transfer.send(self._replica, self._communicator, "state", root)
+            transfer.send(self._replica, self._communicator, group)
             return
         fresh = self._at != group.seq
-        arrived = transfer.receive(self._replica, self._communicator, "state", root, keep=fresh)
+        arrived = transfer.receive(self._replica, self._communicator, group, root, keep=fresh)
         if fresh:
             self._install(arrived)
             self._at = group.seq
@@ -122,7 +114,6 @@ class Replicated(Sync):
         self._hooks, self._buckets = [], None
         if communicator is not None:
             communicator.abort()
-        self._meeting = None
 
     def close(self) -> None:
         self._part()
@@ -146,9 +137,9 @@ class Replicated(Sync):
         self._attempted, self._then = group.seq + 1, self._keep_buffers
         if self._communicator is not None:
             if group.rank == 0:
-                transfer.send(self._replica, self._communicator, "first", 0)
+                transfer.send(self._replica, self._communicator, group)
             else:
-                arrived = transfer.receive(self._replica, self._communicator, "first", 0)
+                arrived = transfer.receive(self._replica, self._communicator, group, 0)
                 self._then = partial(self._install, arrived)
 
     # A step.
@@ -372,12 +363,6 @@ def _copy(targets: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy: the next commit is followed by a step in place."""
     return tensor.detach().to("cpu", copy=True)
-
-
-def _over(group: Group) -> bool:
-    """Whether the generation has ended: a member died, or has gone on without this worker."""
-    number = group.generation.number
-    return group.changed or any(group.words.get(slot, w.ACK) > number for slot in group.slots)
 
 
 def _several_on_one(slot: int) -> None:

@@ -12,9 +12,11 @@ import torch
 
 from shoal import errors
 from shoal.sync.communicator import Communicator
+from shoal.sync.group import Group
 from shoal.sync.replica import Replica, raw_bytes
 
 _CHUNK_BYTES = 64 << 20
+_NAME = "replicas: state"
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,8 @@ def kept_state(replica: Replica) -> Iterator[tuple[int, str, Any]]:
             yield index, key, value
 
 
-def send(replica: Replica, communicator: Communicator, name: str, root: int) -> None:
-    """Give this rank's state to the others. Changed: the generation is over."""
+def send(replica: Replica, communicator: Communicator, group: Group) -> None:
+    """Give this rank's state to the others, who all `receive`. Changed: the generation is over."""
     device, kept, moving = replica.device, [], model_tensors(replica)
     for index, key, value in kept_state(replica):
         if not isinstance(value, torch.Tensor):
@@ -68,20 +70,20 @@ def send(replica: Replica, communicator: Communicator, name: str, root: int) -> 
         else:  # numbers that an optimizer keeps on the CPU, as Adam its count of steps
             about["bytes"] = base64.b64encode(raw_bytes(value.detach())).decode()
         kept.append(about)
-    communicator.tell(name, json.dumps(kept).encode())
+    group.collectives.share(json.dumps(kept).encode(), _NAME).wait()
     for chunk in _chunks(moving):
         flat = torch.cat([it.contiguous().view(-1).view(torch.uint8) for it in chunk])
-        communicator.wait([communicator.broadcast(flat, root)])
+        communicator.wait([communicator.broadcast(flat, group.rank)])
 
 
-def receive(replica: Replica, communicator: Communicator, name: str, root: int, *, keep: bool = True) -> Arrived:
+def receive(replica: Replica, communicator: Communicator, group: Group, root: int, *, keep: bool = True) -> Arrived:
     """The state of rank `root`; of a rank that has it already, and need not `keep` it, only that it has listened.
     Changed: the generation is over."""
     parameters, device = stepped(replica), replica.device
     kept_on = device if keep else torch.device("meta")  # where tensors have a size and no memory
     model = [torch.empty(it.shape, dtype=it.dtype, device=kept_on) for it in model_tensors(replica)]
     moving, kept = list(model), []
-    for about in json.loads(communicator.hear(name)):
+    for about in json.loads(group.collectives.share(b"", _NAME).wait()[root]):
         index, key = about["at"], about["key"]
         if "value" in about:
             kept.append((index, key, about["value"]))

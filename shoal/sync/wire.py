@@ -89,14 +89,20 @@ class _Connection:
         self.into, self.filled, self.then = into, 0, then
 
 
+def listen(host: str) -> socket.socket:
+    """At that address of this machine, and a port that is free."""
+    listener = socket.create_server((host, 0), family=_family(host), backlog=_MAX_STRANGERS)
+    listener.setblocking(False)
+    return listener
+
+
 class Wire:
-    def __init__(self, slot: int, host: str, listens: Listens, patience_s: float = 5.0) -> None:
-        """`slot` is this worker's; it may be set later, before the first generation is entered. A connection on which
-        nothing comes through for `patience_s` has ended."""
+    def __init__(self, slot: int, listener: socket.socket, listens: Listens, patience_s: float = 5.0) -> None:
+        """`slot` is this worker's; it may be set later, before the first generation is entered. `listener`, made by
+        `listen`, is the wire's from here on. A connection on which nothing comes through for `patience_s` has ended."""
         self._patience_s = patience_s
         self.slot, self._listens = slot, listens
-        self._listener = socket.create_server((host, 0), family=_family(host), backlog=_MAX_STRANGERS)
-        self._listener.setblocking(False)
+        self._listener = listener
         self.address: Address = self._listener.getsockname()[:2]
         self._asked: deque[Callable[[], None]] = deque()
         self._bell_read, self._bell_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)

@@ -18,9 +18,10 @@ from shoal.sync.memory import HostMemory, map_bytes
 # INCUMBENT: whether it has had a state before; GAVE: the step whose gradients it gives; for workers of other hosts.
 # CHECK: the commit that the lowest rank wants to be checked.
 # WRITTEN_OF, WRITTEN: which buckets of a step's gradients lie in its lane, as bits; for workers of its own host.
-# FOLLOWS: the commit of which a follower gets the state, HOLDS: that of which this worker keeps a copy for followers.
+# COPY: the commit of which a follower gets a copy, or a member keeps one for followers. PORT: where its collectives are
+# reached.
 BELL, ACK, READY, REDUCED, DONE, SEEN, STATEMENT, NAMES, TOLD, INCUMBENT, GAVE, WRITTEN_OF, WRITTEN, CHECK = range(14)
-FOLLOWS, HOLDS = 14, 15
+COPY, PORT = 14, 15
 _LINE = 16
 
 # A slot's values (64-bit floats), valid once READY (or REDUCED, for the norm) carries the tag.
@@ -199,7 +200,7 @@ class Words:
         """Write what a worker of another host has told, in an order in which it might have been written here."""
         self._map[_VALUES_AT + slot * _VALUES * 8 : _VALUES_AT + (slot + 1) * _VALUES * 8] = bytes(line[_LINE * 8 :])
         told = line[: _LINE * 8].cast("Q")
-        told_first = (TOLD, INCUMBENT, FOLLOWS, HOLDS, STATEMENT, NAMES, SEEN, GAVE, CHECK)
+        told_first = (PORT, TOLD, INCUMBENT, COPY, STATEMENT, NAMES, SEEN, GAVE, CHECK)
         for word in (*told_first, READY, REDUCED, DONE, ACK):
             self.put(slot, word, told[word])
         self.ring(slot)

@@ -194,8 +194,7 @@ class Leased(Pace):
             lessee.begin(pass_, loader)
             while True:
                 self._seconds.switch(INPUT)
-                newest = seat.client.newest
-                if newest is not None and newest.number > seat.generation and self._attempt is None:
+                if seat.outdated and self._attempt is None:
                     lessee.tell()
                     self._reconfigure()
                 fetched = lessee.fetch()

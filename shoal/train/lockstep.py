@@ -137,7 +137,7 @@ class Lockstep(Pace):
 
     def _contribute(self, group: Group, attempt: Attempt, batch: Batch, use: Use) -> bool:
         try:
-            if group.changed:
+            if group.changed or self._seat.collectives.over:
                 raise Changed
             use(attempt, batch)
             if batch.fetched.micro + 1 < batch.fetched.micros:

@@ -54,6 +54,16 @@ class Pace(ABC):
         finally:
             self._seconds.switch(COMPUTE)
 
+    def regroup(self) -> None:
+        """As `Worker.regroup`."""
+        if self._batch is not None or self._seat.group is None:
+            raise errors.SettingsContradict(
+                "regroup() is for scripts without a loop over batches, and for what comes after one: inside, step() "
+                "does it"
+            )
+        if self._seat.outdated:
+            self._reconfigure()
+
     @abstractmethod
     def _contribute(self, group: Group, attempt: Attempt, batch: Batch, use: Use) -> bool: ...
 

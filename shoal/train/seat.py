@@ -19,13 +19,14 @@ from shoal.data import ledger
 from shoal.data.ledger import ENDED, Cursor, Pass
 from shoal.metrics import fault_point
 from shoal.seconds import Seconds
+from shoal.sync.collectives import Collectives
 from shoal.sync.described import check_alike
 from shoal.sync.group import Group
-from shoal.sync.hosts import Relay
+from shoal.sync.hosts import LOOPBACK, Relay
 from shoal.sync.memory import HostMemory
 from shoal.sync.notice import Notice
 from shoal.sync.record import Record, Records
-from shoal.sync.words import Words
+from shoal.sync.words import PORT, Words
 from shoal.train.metrics_file import MetricsFile
 from shoal.train.reconfigure import Parking, Placement
 from shoal.train.step import StepReport
@@ -56,7 +57,9 @@ class Seat:
         self._relay = Relay(self.words, self.notice, address, *told, timeouts.budget_s) if address else None
         reached_at = "" if self._relay is None else self._relay.address
         self.client = Client(run_dir, worker_id, host, timeouts, self._beat, self.notice.tell, reached_at)
+        self.collectives = Collectives(self.notice, worker_id, address or LOOPBACK, self._on_broken, timeouts.budget_s)
         self.slot = self.client.connect()
+        self.words.put(self.slot, PORT, self.collectives.port)
         self.parking = Parking(
             self.client, self.words, self.notice, self.seconds, worker_id, self.slot, timeouts.budget_s, run_dir.runs,
             self._relay,
@@ -104,7 +107,14 @@ class Seat:
     def enter(self, above: int, *, meet: bool = True) -> Group:
         """As `Parking.enter`; the group is this worker's from here on."""
         self.group = self.parking.enter(above, meet=meet)
+        self.collectives.enter(self.group)
         return self.group
+
+    @property
+    def outdated(self) -> bool:
+        """Whether there is a newer generation than this worker's."""
+        newest = self.client.newest
+        return newest is not None and newest.number > self.generation
 
     def place(self, group: Group) -> None:
         """Take this worker's part of the host's cores."""
@@ -144,11 +154,13 @@ class Seat:
         with open(self.run_dir.loaders, "a") as known:  # the launcher clears away what a killed one leaves
             known.write(f"{os.getpid()}\n")
         self.client.close_in_child()
+        self.collectives.close_in_child()
         if self._relay is not None:
             self._relay.close_in_child()
 
     def close(self) -> None:
         self.client.close()
+        self.collectives.close()
         if self._relay is not None:
             self._relay.close()
         self.metrics.close(self.generation, self.record.step, self.seconds.snapshot())

@@ -30,6 +30,7 @@ from shoal.data.prefetch import Prefetch
 from shoal.seconds import RECONFIGURE
 from shoal.sync.allreduce import AllReduce
 from shoal.sync.batchnorm import SyncBatchNorm
+from shoal.sync.collectives import Collectives
 from shoal.sync.memory import HostMemory
 from shoal.sync.replica import Replica, Scheduler
 from shoal.sync.replicated import Replicated
@@ -96,6 +97,25 @@ class Worker:
         and there is none."""
         return choose(self._environment.device if self._environment is not None else "auto", self._seat.slot)
 
+    @property
+    def collectives(self) -> Collectives:
+        """Operations on any tensors with the other workers of the present generation, matched by name."""
+        return self._seat.collectives
+
+    def regroup(self) -> None:
+        """Be in the newest generation, together with all its members. For a script that uses `collectives` without a
+        loop over batches: every worker calls it first, and after Changed, and what they go on with is theirs to agree
+        on. Inside a loop `step` does it."""
+        seat = self._seat
+        if self._pace is not None:
+            self._pace.regroup()
+            return
+        if seat.group is None:
+            seat.ask_in()
+        elif not seat.outdated:
+            return
+        seat.place(seat.enter(above=seat.generation))
+
     def attach(
         self,
         model: nn.Module,
@@ -126,6 +146,8 @@ class Worker:
         """
         if self._pace is not None:
             raise errors.SettingsContradict("attach() was called before: a worker trains one model")
+        if self._seat.group is not None:
+            raise errors.SettingsContradict("attach() after regroup(): attach the model first, and loop over batches")
         if clip_norm is not None and clip_norm <= 0:
             raise errors.SettingsContradict(f"clip_norm is {clip_norm}: give a positive bound, or none")
         if accumulate < 1:

@@ -113,7 +113,7 @@ def audited(run_dir: RunDir) -> Any:
     # numpy costs a tenth of a second, which other commands need not pay
     from shoal.data.audit import audit
 
-    if leased(run_dir.audit):
+    if leased(run_dir.audit) or not any(run_dir.audit.glob("*")):
         # There is no commit to know of: at the end of a job its launcher would wait for a coordinator that has gone.
         return audit(run_dir.audit, None)
     committed = run_dir.committed()

@@ -1,6 +1,6 @@
 """Each worker has its own replica, on its own device: they die and come, and nothing shows in the result.
 
-On CPUs with gloo, on GPUs with NCCL; where there are fewer GPUs than workers, they share one.
+On CPUs with connections of our own, on GPUs with NCCL; where there are fewer GPUs than workers, they share one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from shoal.control.rundir import RunDir
 from shoal.metrics import POINTS
 from shoal.testing import FaultPlan, LocalJob
-from tests.job.test_faults import SCRIPT, check, job_of, run, survivors_kept_their_processes
+from tests.job.test_faults import MANY, SCRIPT, check, job_of, run, survivors_kept_their_processes
 from tests.job.training import Case, Gate
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -26,6 +26,26 @@ def test_replicas_lose_two_workers_and_gain_one_and_all_end_with_the_same_bits(t
     result = run(case, tmp_path, plan, workers=3)
     check(case, result, tolerance=1e-9)
     assert survivors_kept_their_processes(result, {"w0", "w1"})
+
+
+@pytest.mark.parametrize(
+    "hosts", ["localhost/a:1,localhost/b:1", pytest.param("localhost/a:2,localhost/b:1", marks=pytest.mark.slow)]
+)
+def test_replicas_of_several_hosts_lose_a_worker_each_and_newcomers_get_the_state(tmp_path: Path, hosts: str) -> None:
+    gate = Gate(tmp_path / "gate")
+    case = Case(str(tmp_path / "out"), scheduler=True, clip_norm=0.5, replicated="cpu", gate=str(gate.path))
+    plan = FaultPlan().kill("b-w0", step=9, during="reduce").kill("a-w0", step=30, during="before_commit")
+    Path(case.out).mkdir()
+    options = ("-H", hosts, *MANY, "--device", "cpu")
+    workers = sum(int(host[-1]) for host in hosts.split(","))
+    job = LocalJob(SCRIPT, case.args(), workers=workers, directory=tmp_path / "run", plan=plan, options=options)
+    job.start()
+    gate.open(20)
+    job.wait_until(lambda: "b-w1" in job.events("generation")[-1]["members"] if job.events("generation") else False)
+    gate.open(1000)
+    result = job.wait()
+    check(case, result, tolerance=1e-9)
+    assert survivors_kept_their_processes(result, {"a-w0", "b-w0"})
 
 
 @pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), GPU])

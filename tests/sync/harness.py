@@ -18,6 +18,7 @@ from shoal.control.generation import Generation, Member
 from shoal.data.fed import AuditWriter
 from shoal.data.ledger import GlobalBatch, Pass, micro, split
 from shoal.sync.allreduce import AllReduce
+from shoal.sync.collectives import Collectives
 from shoal.sync.described import check_alike
 from shoal.sync.group import Group
 from shoal.sync.hosts import Relay
@@ -26,7 +27,7 @@ from shoal.sync.notice import Notice
 from shoal.sync.record import Records
 from shoal.sync.replica import Replica
 from shoal.sync.sync import Sync
-from shoal.sync.words import Words
+from shoal.sync.words import PORT, Words
 from shoal.train.attempt import Attempt, Policy
 from shoal.train.step import Stepper, StepReport
 
@@ -58,6 +59,7 @@ def free_all() -> None:
     """Give back the memory of every worker made so far. A hook on a parameter is a cycle that no collector sees."""
     for worker in _made:
         worker._audit.close()
+        worker.collectives.close()
         if worker.relay is not None:
             worker.relay.close()
         for parameter in worker.model.parameters():
@@ -94,6 +96,8 @@ class ThreadWorker:
         self._audit = AuditWriter(host.folder, f"w{slot}")
         self.policy = policy or Policy()
         self.stepper = Stepper(self.sync, self.replica, self.records, self._audit, self.policy)
+        self.collectives = Collectives(self.notice, f"w{slot}")
+        self.words.put(slot, PORT, self.collectives.port)
         _made.append(self)
         self.slot = slot
         self.reports: list[StepReport] = []
@@ -119,6 +123,7 @@ class ThreadWorker:
             self.words, self.notice, generation, f"w{self.slot}", spin=False, relay=self.relay
         )  # fmt: skip
         self.group.enter(incumbent=self.incumbent)
+        self.collectives.enter(self.group)
         self.stepper.transfer(self.group)
         self.sync.enter(self.group)
         if not self.group.seq:

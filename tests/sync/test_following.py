@@ -213,7 +213,7 @@ def test_when_nobody_keeps_the_copy_any_more_it_begins_again(tmp_path: Path, mon
     it.train(BATCHES[:2])
     it.begin(follows=True)
     it.train(BATCHES[2:4])
-    holders = {one.slot for one in it.members if one.words.get(one.slot, w.HOLDS)}
+    holders = {one.slot for one in it.members if one.words.get(one.slot, w.COPY)}
     assert len(holders) == 2
     it.members = [one for one in it.members if one.slot not in holders]
     withheld.release()

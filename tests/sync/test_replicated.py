@@ -17,7 +17,7 @@ from shoal.sync.scaling import LossScaler
 from shoal.train.attempt import Policy
 from tests.sync.harness import Host, ThreadWorker, state_of
 
-# Ranks that share a GPU are processes, so those are in tests/job. Here is one worker on a GPU, and threads with gloo.
+# Ranks that share a GPU are processes, so those are in tests/job. Here is one worker on a GPU, and threads on CPUs.
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 IDS = list(range(24))
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shoal.sync.wire import _HELLO, _MAGIC, Wire
+from shoal.sync.wire import _HELLO, _MAGIC, Wire, listen
 
 KEY = b"k" * 32
 WAIT_S = 20.0
@@ -30,7 +30,7 @@ class Host:
         self.reached: list[int] = []
         self.lost: list[tuple[int, int]] = []
         self.problems: list[Exception] = []
-        self.wire = Wire(slot, "127.0.0.1", self)
+        self.wire = Wire(slot, listen("127.0.0.1"), self)
 
     def connected(self, generation: int) -> None:
         with self._told:
