@@ -283,3 +283,23 @@ def test_a_piece_that_comes_damaged_is_asked_for_again(tmp_path: Path, monkeypat
 def test_what_is_told_of_a_commit_comes_back_as_it_was() -> None:
     told = Told(7 << 32 | 5, 2, "some", 3, 0.25, 0.5, b"\xa0")
     assert Told.unpack(told.pack()) == told
+
+
+def test_what_a_followers_host_holds_from_an_earlier_life_does_not_count(tmp_path: Path) -> None:
+    """All that had the state have died, and the memory of the follower's host has come further than the member's."""
+    it = scene(tmp_path, (1,), made())
+    it.members.append(it.follower)
+    it.begin(follows=False)
+    it.train(BATCHES[:2])
+    it.members = it.members[:1]
+    it.begin(follows=False, fault=True)
+    it.train(BATCHES[2:3])
+    for one in (*it.members, it.follower):
+        one.incumbent = False
+    it.follower.words.commit = it.members[0].words.commit + 5
+    it.begin(follows=True)
+    it.train(BATCHES)
+    assert it.caught_up.wait(20)
+    it.train_into(BATCHES[:2])
+    it.begin(follows=False, joins=True)
+    it.train(BATCHES[:2])
