@@ -141,6 +141,7 @@ class Session(Owner):
             await self._over.wait()
         finally:
             begins.cancel()
+            self._keeper.end()  # or the deaths that come now would have successors
             await self._tasks.cancel()
             await self._output.settle()
             committed = await self._keeper.close()
