@@ -98,7 +98,14 @@ def test_an_unknown_body_is_answered_with_the_bodies_there_are() -> None:
         body("horovod")
 
 
-@pytest.mark.parametrize(("name", "optimizer"), [("independent", "sgd"), ("lockstep", "sgd"), ("ddp", "adamw")])
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [
+        pytest.param("independent", "sgd", marks=pytest.mark.slow),
+        pytest.param("lockstep", "sgd", marks=pytest.mark.slow),
+        ("ddp", "adamw"),
+    ],
+)
 def test_the_training_baselines_run_in_groups_of_two(name: str, optimizer: str) -> None:
     group = ProcessGroup(name, Training("tiny", 8, optimizer), keep_freed_memory=True, share_cores=True)
     try:
@@ -108,7 +115,7 @@ def test_the_training_baselines_run_in_groups_of_two(name: str, optimizer: str) 
         group.stop()
 
 
-@pytest.mark.parametrize("name", ["memcpy", "gloo_allreduce"])
+@pytest.mark.parametrize("name", ["memcpy", pytest.param("gloo_allreduce", marks=pytest.mark.slow)])
 def test_the_exchange_baselines_run_in_groups_of_two(name: str) -> None:
     group = ProcessGroup(name, Buffer(4096), share_cores=True)
     try:

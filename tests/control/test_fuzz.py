@@ -42,7 +42,7 @@ class Job:
     def __init__(self, path: Path, encrypted: bool = False, budget_s: float = 60.0) -> None:
         self.run_dir = RunDir.create(path, {"script": "train.py"})
         if encrypted:
-            tls.make_for_job(self.run_dir, [])
+            tls.make_for_job(self.run_dir, tls.LOOPBACK)
         self.bring_up(budget_s)
         self.honest = Stream(self, "Work", WORKER, FromWorker(ready={}))
         self.honest.hear("generation")

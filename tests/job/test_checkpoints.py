@@ -47,6 +47,7 @@ def saved(running: LocalJob) -> int:
     return len(running.events("checkpointed"))
 
 
+@pytest.mark.slow
 def test_a_job_that_was_killed_as_a_whole_goes_on_with_another_number_of_workers(tmp_path: Path) -> None:
     gate = Gate(tmp_path / "gate")
     case = Case(out=str(tmp_path / "out"), epochs=80, scheduler=True, gate=str(gate.path))

@@ -93,6 +93,7 @@ def test_workers_are_killed_at_seeded_points_and_others_come(tmp_path: Path) -> 
     assert result.of("returned")
 
 
+@pytest.mark.slow
 def test_a_worker_that_leaves_gives_back_what_it_has_not_used_and_interrupts_nobody(tmp_path: Path) -> None:
     job = leased(tmp_path, "else=0.1", epochs=20, loaders=1)
     job.start()

@@ -107,6 +107,7 @@ def job(tmp_path: Path) -> Iterator[FarJob]:
             made.close()
 
 
+@pytest.mark.slow
 def test_a_link_that_is_cut_for_longer_than_the_budget_drops_its_host_which_comes_back_when_it_heals(
     job: FarJob,
 ) -> None:

@@ -137,6 +137,7 @@ def test_an_exception_in_one_workers_code_is_shown_once_and_ends_the_job(tmp_pat
     assert last_line(result.output).startswith("shoal: ScriptFailed")
 
 
+@pytest.mark.slow
 def test_an_exception_may_cost_one_worker_and_not_the_job(tmp_path: Path) -> None:
     result = job(tmp_path, "raises", options=("--on-error", "relaunch")).run()
     assert result.exit_code == 0, result.output
@@ -144,6 +145,7 @@ def test_an_exception_may_cost_one_worker_and_not_the_job(tmp_path: Path) -> Non
     assert [event["worker_id"] for event in result.of("lost")] == ["w1"]
 
 
+@pytest.mark.slow
 def test_an_in_place_write_outside_an_edit_spoils_nothing_and_says_where_it_was(tmp_path: Path) -> None:
     result = job(tmp_path, "in_place").run()
     assert result.exit_code == 2
@@ -159,6 +161,7 @@ def test_workers_whose_hyperparameters_differ_end_the_job_with_one_line(tmp_path
     assert " lr of group 0 (" in last_line(result.output)
 
 
+@pytest.mark.slow
 def test_newcomers_have_the_hyperparameters_that_callbacks_and_edits_have_set(tmp_path: Path) -> None:
     plan = FaultPlan().join(at_step=50).kill("w1", step=120, during="reduce").join(at_step=150)
     result = run_when_all_have_come(job(tmp_path, "decays", "gated", plan=plan), members=4, before=200, end=300)
@@ -170,6 +173,7 @@ def test_newcomers_have_the_hyperparameters_that_callbacks_and_edits_have_set(tm
     assert rates == pytest.approx([0.1 * 0.99**300] * len(rates))
 
 
+@pytest.mark.slow
 def test_newcomers_follow_members_that_have_left_a_pass_early(tmp_path: Path) -> None:
     plan = FaultPlan().join(at_step=20).join(at_step=60).join(at_step=100).join(at_step=140)
     breaks = job(tmp_path, "breaks", "gated", plan=plan, workers="2:6")
@@ -189,6 +193,7 @@ def test_an_edit_in_a_callback_may_meet_a_change_of_workers(tmp_path: Path) -> N
     assert len(set(result.digests.values())) == 1
 
 
+@pytest.mark.slow
 def test_newcomers_repeat_no_edit_and_count_no_batch_twice(tmp_path: Path) -> None:
     plan = FaultPlan().join(at_step=10).join(at_step=25).join(at_step=40).join(at_step=55)
     result = job(tmp_path, "stages", plan=plan, workers="2:6").run()

@@ -257,6 +257,7 @@ def test_a_worker_that_exits_with_0_has_returned_and_the_others_go_on(tmp_path: 
     assert {event["worker_id"]: event["step"] for event in result.of("finished")} == {"w0": 100, "w1": 6}
 
 
+@pytest.mark.slow
 def test_a_signal_in_the_closing_second_does_not_lose_the_summary(tmp_path: Path) -> None:
     script_of(tmp_path, FIVE_EPOCHS)
     code = """
@@ -285,6 +286,7 @@ def test_a_job_of_one_process_says_where_its_run_directory_is(tmp_path: Path) ->
     assert ran.stderr == f"shoal: one worker, run directory {run_dir}\n"
 
 
+@pytest.mark.slow
 def test_a_job_of_one_process_ends_with_the_exit_codes_of_shoal_run(tmp_path: Path) -> None:
     raised = alone(tmp_path, RAISES)
     assert raised.returncode == 2

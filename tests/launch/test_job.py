@@ -144,6 +144,7 @@ def test_output_of_workers_is_echoed_with_their_names(tmp_path):
         assert run.last_line == wanted
 
 
+@pytest.mark.slow
 def test_log_of_a_worker_that_prints_without_end_is_bounded_and_echoed_to_the_last_line(tmp_path):
     script = """
         import os, sys, time

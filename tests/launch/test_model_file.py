@@ -23,6 +23,7 @@ def shoal(*words: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_a_model_file_is_trained_scored_and_used(tmp_path: Path) -> None:
     config = tmp_path / "job.toml"
     config.write_text('[job]\nworkers = 2\ncheckpoint_every = "off"\n[train]\nepochs = 3\nglobal_batch = 60\n')

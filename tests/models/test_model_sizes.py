@@ -47,7 +47,10 @@ def test_published_figures_are_the_documents(name: str, figure: int) -> None:
     assert models.spec(name).published == figure
 
 
-@pytest.mark.parametrize("name", models.names())
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(it, marks=pytest.mark.slow) if it in ("resnet110", "mobilenetv2") else it for it in models.names()],
+)
 def test_one_step_at_the_real_input_size_gives_every_parameter_a_finite_gradient(name: str) -> None:
     torch.manual_seed(0)
     spec = models.spec(name)
