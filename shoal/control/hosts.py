@@ -21,7 +21,7 @@ class Host:
     name: str
     slots: int = MAX_SLOTS
     life: str = ""  # of its launcher: the next one has another; none before the first has come
-    home: bool = False  # its launcher is the job's own, which the job does not outlive: it is never lost
+    home: bool = False  # its launcher is the job's own, which is lost only when another takes its place
     share: int = 0  # of the target
     grown: int = 0  # how much of the target came with it, and goes with it
     idle: bool = False  # all of its workers have ended and none is to come

@@ -401,11 +401,11 @@ def on_roster(membership: Membership, host: Host, live: Iterable[str]) -> Outcom
     if known is not None and known.life not in ("", host.life):
         membership, instructions = on_host_lost(membership, host.name, "its launcher began anew")
         known = None
-    heir = [other.name for other in membership.hosts if host.home and other.home and other.name != host.name]
-    for name in heir:
+    replaced = [other.name for other in membership.hosts if host.home and other.home and other.name != host.name]
+    for name in replaced:
         membership, more = on_host_lost(membership, name, f"{host.name} has taken its place")
         instructions += more
-    if heir and membership.newest is not None and not membership.in_state(State.MEMBER, State.LEAVING):
+    if replaced and membership.newest is not None and not membership.in_state(State.MEMBER, State.LEAVING):
         lost = "nobody who had the state of the job is left: go on from the newest checkpoint with shoal resume"
         membership, more = on_stop(membership, Stop(lost, failed=True, kind=StateLost.__name__))
         instructions += more

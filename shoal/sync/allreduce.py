@@ -84,7 +84,7 @@ class AllReduce(Sync):
         self._tuning, self._stepped_s = Tuning(), 0.0
         self._set_hooks(it for it, one in enumerate(self._parameters) if it in self._looking or one.numel() >= LARGE)
         self._targets = redirect(replica.model, self._target)
-        self._source, self._follower = Source(self._arena, words, slot), None
+        self._source = Source(self._arena, words, slot)
 
     def _set_hooks(self, indices: Iterable[int]) -> None:
         for index in indices:

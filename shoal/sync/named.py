@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 FUSED_BYTES = 8 << 20  # of small tensors that are summed in one transfer
-_REDUCES = ("allreduce", "reducescatter")
 _RAGGED = ("allgather", "alltoall")
 
 

@@ -13,10 +13,6 @@ from shoal.sync.words import Words
 NET_S = 0.2
 
 
-def _nobody() -> None:
-    pass
-
-
 class Notice:
     """The client's thread and the wire's write it, the training thread reads it."""
 

@@ -1,4 +1,4 @@
-"""The wire: this worker's connections to workers on other hosts, of one generation at a time.
+"""The wire: this worker's connections to other workers, of one generation at a time.
 
 One thread moves all bytes and owns all state; what others ask of it is queued. Frames go out in the order they were
 posted and come into buffers that were named before (`expect`); a frame that nobody expects yet waits in the sender's

@@ -88,11 +88,6 @@ class Network:
                 "rate", f"{mbit:g}mbit", "burst", "256kb", "latency", "50ms",
             )  # fmt: skip
 
-    def unlimit(self) -> None:
-        for name in self._names:
-            with suppress(subprocess.CalledProcessError):
-                _run("tc", "-n", name, "qdisc", "delete", "dev", "eth0", "root")
-
     def delay(self, ms: float) -> None:
         """What each host sends arrives so much later, all of it and in order. 0: no longer."""
         before, self._delaying = self._delaying, None
