@@ -287,6 +287,8 @@ class Coordinator:
             except RunDirUnusable as followed:
                 self._broken = followed
                 return self.request_stop()
+            except OSError:
+                pass  # it is looked at again, and before each decision
             if self._rebuilding is None:
                 self._post(m.on_tick)
             else:

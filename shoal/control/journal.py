@@ -114,7 +114,7 @@ def from_json(text: str, now: float) -> Membership:
     stopping = None if stop is None else Stop(**stop)
     lent = leases.from_dict(value.pop("lent"))
     hosts = tuple(Host(**host, heard_at=now) for host in value.pop("hosts"))
-    dropped, outcasts = tuple(value.pop("dropped")), tuple(value.pop("outcasts"))
+    dropped, outcasts, homes = (tuple(value.pop(name)) for name in ("dropped", "outcasts", "homes"))
     return Membership(
         **value,
         newest=newest,
@@ -126,4 +126,5 @@ def from_json(text: str, now: float) -> Membership:
         hosts=hosts,
         dropped=dropped,
         outcasts=outcasts,
+        homes=homes,
     )

@@ -104,6 +104,7 @@ class Membership:
     dropped: tuple[str, ...] = ()  # lives of launchers that the job goes on without
     rests: Mapping[str, int] = field(default_factory=dict)  # how often a host was given up that others did not reach
     outcasts: tuple[str, ...] = ()  # their workers, of whose death nobody has told
+    homes: tuple[str, ...] = ()  # hosts of the newest members: their memory has the state, even if all of them are dead
     dirty: bool = False
     fault: bool = False  # a member or a leaver died since the newest generation
     causes: tuple[str, ...] = ()
@@ -406,8 +407,7 @@ def on_roster(membership: Membership, host: Host, live: Iterable[str]) -> Outcom
         membership, more = on_host_lost(membership, name, f"{host.name} has taken its place")
         instructions += more
     if replaced and membership.newest is not None and not membership.in_state(State.MEMBER, State.LEAVING):
-        lost = "nobody who had the state of the job is left: go on from the newest checkpoint with shoal resume"
-        membership, more = on_stop(membership, Stop(lost, failed=True, kind=StateLost.__name__))
+        membership, more = on_stop(membership, state_lost())
         instructions += more
     membership, told = _seat(membership, host, known)
     alive = set(live)
@@ -458,6 +458,11 @@ def _shed_from_hosts(membership: Membership, told: list[Instruction]) -> Outcome
     return membership, [*told, *leaving]
 
 
+def state_lost() -> Stop:
+    why = "nobody who had the state of the job is left: go on from the newest checkpoint with shoal resume"
+    return Stop(why, failed=True, kind=StateLost.__name__)
+
+
 def on_host_lost(membership: Membership, name: str, why: str) -> Outcome:
     """The host does not answer, and may be cut off: its workers count as lost although nobody saw them die. Whoever of
     them comes back is fenced, and its launcher begins anew. Its share goes to those that have free slots."""
@@ -474,6 +479,7 @@ def on_host_lost(membership: Membership, name: str, why: str) -> Outcome:
         instructions += more
     membership = replace(
         membership,
+        homes=tuple(home for home in membership.homes if home != name),
         hosts=tuple(other for other in membership.hosts if other is not host),
         dropped=(*membership.dropped, host.life) if host.life else membership.dropped,
         outcasts=(*membership.outcasts, *(worker.worker_id for worker in theirs)),
@@ -688,9 +694,13 @@ def settle(membership: Membership) -> Outcome:
         for late in membership.in_state(State.JOINING, State.WARM, State.FOLLOWING):
             membership, leaving = on_leave(membership, late.worker_id, "the job is over")
             instructions += leaving
-    membership = _let_in(membership)
+    membership = _let_in(_let_in(membership))  # who was let in may have others follow
+    if _state_is_lost(membership):
+        membership, stopping = on_stop(membership, state_lost())
+        instructions += stopping
     members = sorted(membership.in_state(State.MEMBER), key=lambda worker: worker.seniority)
-    leavers = sorted(membership.in_state(State.LEAVING), key=lambda worker: worker.seniority)
+    # Those who never were members come last: the first keeps what the job has come to.
+    leavers = sorted(membership.in_state(State.LEAVING), key=lambda it: (it.seniority == 0, it.seniority))
     followers = membership.in_state(State.FOLLOWING)
     if not membership.dirty or not (members or leavers):
         return membership, instructions
@@ -708,6 +718,7 @@ def settle(membership: Membership) -> Outcome:
         membership,
         newest=generation,
         number=generation.number,
+        homes=tuple(dict.fromkeys(it.host for it in generation.members)) or membership.homes,
         last_fault=generation.number if generation.fault else membership.last_fault,
         dirty=False,
         fault=False,
@@ -718,28 +729,44 @@ def settle(membership: Membership) -> Outcome:
 
 def _let_in(membership: Membership) -> Membership:
     """Newcomers become members, as far as there is room. On a host that has no state, the first of them follows until
-    it has it, and the others wait for that; unless those who have it are too few to go on. Who follows begins together:
-    what they get is of one moment."""
+    it has it, and the others wait for that; unless those who have it are too few to go on. Where all are dead, the next
+    of their hosts go on: the state is in its memory. Who follows begins together: what they get is of one moment."""
     members = membership.in_state(State.MEMBER)
     room = membership.max_size - len(members)
     newcomers = membership.in_state(State.WARM, State.FOLLOWING)
-    if membership.newest is not None and len(members) >= membership.min_size and not membership.finishing:
-        have = {it.member.host for it in (*members, *newcomers) if it.state is State.MEMBER or it.caught_up}
-        behind = [it for it in newcomers if it.follows and it.member.host not in have]
-    else:
-        behind = []
+    behind: list[Worker] = []
+    if membership.newest is not None and not membership.finishing:
+        present = (*members, *membership.in_state(State.LEAVING), *(it for it in newcomers if it.caught_up))
+        have = (
+            {it.member.host for it in present} if members else {*membership.homes, *(it.member.host for it in present)}
+        )
+        if not members or len(members) >= membership.min_size:
+            behind = [it for it in newcomers if it.follows and it.member.host not in have]
+        following = {it.member.host for it in behind if it.state is State.FOLLOWING}
+        behind += [it for it in newcomers if it not in behind and it.member.host in following]
     for newcomer in [it for it in newcomers if it not in behind][:room]:
         room -= 1
         seniority = membership.seniority + 1
         promoted = replace(newcomer, state=State.MEMBER, seniority=seniority)
         membership = replace(_put(membership, promoted), seniority=seniority)
         membership = _changed(membership, f"{newcomer.worker_id} joined")
-    if not any(it.state is State.FOLLOWING for it in behind):
+    if members and not any(it.state is State.FOLLOWING for it in behind):
         first = {it.member.host: it for it in reversed(behind)}
         for newcomer in list(first.values())[::-1][: max(0, room)]:
             membership = _put(membership, replace(newcomer, state=State.FOLLOWING))
             membership = _changed(membership, f"{newcomer.worker_id} follows")
     return membership
+
+
+def _state_is_lost(membership: Membership) -> bool:
+    """Whether somebody waits for the state, and nobody has it or comes where it is."""
+    if membership.newest is None or membership.finishing or membership.in_state(State.MEMBER, State.LEAVING):
+        return False
+    if not membership.hosts:
+        return False  # nobody has told which there are
+    wait = [it for it in membership.in_state(State.WARM, State.FOLLOWING) if it.follows]
+    shares = {host.name: host.share for host in membership.hosts}
+    return bool(wait) and not any(shares.get(home, 0) for home in membership.homes)
 
 
 def newest_for(membership: Membership, known: int) -> Generation | None:

@@ -72,7 +72,9 @@ def rebuild(
         state = _state_in(newest, member.worker_id)
         if report is not None and report.dismissed:
             state = State.PARTED
-        worker = Worker(member, state, Life(alive_at=now), seniority, founder=False, launched=True)
+        follows = state is State.FOLLOWING
+        older = 0 if follows else seniority
+        worker = Worker(member, state, Life(alive_at=now), older, founder=False, launched=True, follows=follows)
         workers[member.worker_id] = worker
     taken = {worker.member.slot for worker in workers.values()}
     for report in told.values():
@@ -102,6 +104,7 @@ def rebuild(
         targets=0 if heard is None else heard.number,
         workers=tuple(workers.values()),
         newest=newest,
+        homes=() if newest is None else tuple(dict.fromkeys(it.host for it in newest.members)),
         number=max(number, 0 if newest is None else newest.number),
         last_fault=max((report.last_fault for report in told.values()), default=0),
         seniority=len(listed),

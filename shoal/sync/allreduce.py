@@ -324,8 +324,9 @@ class AllReduce(Sync):
                 norm = sum(group.words.value(slot, w.NORM) for slot in group.places.members[0]) ** 0.5
                 scale = min(1.0, verdict.clip_norm / (norm + 1e-6))
             if group.followers:
-                rate, marks = verdict.learning_rate_factor, self._slice.marks()
-                self._source.tell(Told(step, STEPPED, "all", 0, math.nan if scale is None else scale, rate, marks))
+                rate, marks, threads = verdict.learning_rate_factor, self._slice.marks(), torch.get_num_threads()
+                clipped = math.nan if scale is None else scale
+                self._source.tell(Told(step, STEPPED, "all", 0, clipped, rate, threads, marks))
             with self._replica.rates_times(verdict.learning_rate_factor):
                 self._slice.step(seq, scale)
             if self._exchange is not None and group.leads and len(group.places.members) > 1:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import queue
 import struct
+import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,7 @@ from shoal.sync.arena import Arena
 from shoal.sync.exchange import Cut, Sent
 from shoal.sync.group import Following, Group, Standing
 from shoal.sync.hosts import ASKED, BUFFERS, COMMIT, PIECE, RECORD, STATE, SUM, Far, frame_tag, pieces_of
+from shoal.sync.notice import NET_S
 from shoal.sync.ranges import Range, Run, owned
 from shoal.sync.record import Records
 from shoal.sync.replica import Replica
@@ -38,6 +40,7 @@ from shoal.sync.words import Words, seq_of
 _HOLDERS = 2  # hosts that keep a copy: if one dies, the other goes on where it was
 # What is asked for at a time is in the way of sums, for which members wait: it is small, and comes when there are none.
 _ASKED, _PIECE_BYTES = 2, 1 << 20
+_MOST_BYTES = 1 << 30  # of sums that wait for the copy
 _TRIES = 3  # for a piece whose checksum is wrong
 _REPLAYED = 2  # commits made again for each that comes: so the others are caught up with, and wait for little
 
@@ -46,7 +49,7 @@ _NEEDS_NONE = 1 << 32  # in place of a commit: who follows has all of the copy
 # How a commit came about.
 STEPPED, CARRIED, GIVEN = range(3)  # GIVEN: the state was written by one worker, and comes as a whole
 _SENT: tuple[Sent, ...] = ("all", "none", "some")
-_TOLD = struct.Struct("<QBBIdd")
+_TOLD = struct.Struct("<QBBIddI")
 
 
 @dataclass(frozen=True)
@@ -59,16 +62,18 @@ class Told:
     source: int = 0  # the slot of who gives the state
     scale: float = math.nan  # of the gradients, where they are clipped
     rate: float = 1.0  # what learning rates are multiplied with
+    threads: int = 1  # by which it was computed
     present: bytes = b""  # which tensors have gradients, as bits
 
     def pack(self) -> memoryview:
-        fixed = (self.step, self.kind, _SENT.index(self.sums), self.source, self.scale, self.rate)
+        fixed = (self.step, self.kind, _SENT.index(self.sums), self.source, self.scale, self.rate, self.threads)
         return memoryview(_TOLD.pack(*fixed) + self.present)
 
     @classmethod
     def unpack(cls, body: memoryview) -> Told:
-        step, kind, sums, source, scale, rate = _TOLD.unpack(body[: _TOLD.size])
-        return cls(step, kind, _SENT[sums], source, scale, rate, bytes(body[_TOLD.size :]))
+        step, kind, sums, *others = _TOLD.unpack(body[: _TOLD.size])
+        source, scale, rate, threads = others
+        return cls(step, kind, _SENT[sums], source, scale, rate, threads, bytes(body[_TOLD.size :]))
 
 
 @dataclass(frozen=True)
@@ -166,7 +171,8 @@ class _Commit:
 
 
 class _Copy:
-    """The copy of one commit, as far as it has come. It lies where the arena has that commit."""
+    """The copy of one commit, as far as it has come. It lies where the arena has that commit. The wire's thread alone
+    writes it."""
 
     def __init__(self, arena: Arena, seq: int) -> None:
         self.seq = seq
@@ -174,6 +180,7 @@ class _Copy:
         self.pieces = [*pieces_of(arena.image(seq & 1), _PIECE_BYTES), memoryview(self.record)]
         self.missing = set(range(len(self.pieces)))
         self._tries: dict[int, int] = {}
+        self._given_up = False
 
     def ask(self, far: Far, holder: int, notify: Callable[[], None]) -> None:
         """Ask for what is missing. `notify` when all is there, on the wire's thread."""
@@ -183,16 +190,20 @@ class _Copy:
             nonlocal asked
             if not waiting:
                 return
-            index, checksum = waiting.popleft(), bytearray(4)
+            index = waiting.popleft()
+            piece, checksum = bytearray(self.pieces[index].nbytes), bytearray(4)
             wire = far.wire
-            wire.expect(far.number, holder, frame_tag(0, PIECE, 2 * index), self.pieces[index], lambda: None)
-            then = partial(come, index, checksum)
+            wire.expect(far.number, holder, frame_tag(0, PIECE, 2 * index), memoryview(piece), lambda: None)
+            then = partial(come, index, piece, checksum)
             wire.expect(far.number, holder, frame_tag(0, PIECE, 2 * index + 1), memoryview(checksum), then)
             wire.post(far.number, holder, frame_tag(0, ASKED, asked), memoryview(index.to_bytes(8, "little")))
             asked += 1
 
-        def come(index: int, checksum: bytearray) -> None:
-            if zlib.crc32(self.pieces[index]).to_bytes(4, "little") == checksum:
+        def come(index: int, piece: bytearray, checksum: bytearray) -> None:
+            if self._given_up:
+                return
+            if zlib.crc32(piece).to_bytes(4, "little") == checksum:
+                self.pieces[index][:] = piece
                 self.missing.discard(index)
             else:
                 self._tries[index] = self._tries.get(index, 0) + 1
@@ -205,6 +216,18 @@ class _Copy:
 
         for _ in range(_ASKED):
             ask()
+
+    def give_up(self, far: Far) -> None:
+        """When this returns, nothing of it is written any more."""
+        given_up = threading.Event()
+
+        def give_up() -> None:
+            self._given_up = True
+            given_up.set()
+
+        far.wire.ask(give_up)
+        while not given_up.wait(NET_S):
+            far.look()
 
 
 class Follower:
@@ -241,6 +264,9 @@ class Follower:
                 body = far.wait(rank_0, come)
             told = Told.unpack(body)
             commit = self._receive(far, rank_0, told, receiving)
+            if self._holds_bytes() > _MOST_BYTES:
+                self._await_copy(far, come)  # and the members this one, at their commit
+                self._make_up(come, caught_up)
             if self.live:
                 self._make(commit)
             else:
@@ -251,6 +277,13 @@ class Follower:
             seq = seq_of(told.step)
             if planned:
                 return
+
+    def _holds_bytes(self) -> int:
+        return sum(it.nbytes for commit in self._behind for it in commit.sums)
+
+    def _await_copy(self, far: Far, come: queue.SimpleQueue[memoryview | None]) -> None:
+        while self._copy is not None and self._copy.missing:
+            far.wait(None, come)  # nobody tells of a commit before this one has come about
 
     def _begin(self, group: Following, notify: Callable[[], None]) -> None:
         """Find out what was committed, and get the rest of the copy."""
@@ -265,6 +298,7 @@ class Follower:
         if wanted.fresh or self._copy is None:
             self._behind.clear()
             self._copy, self._from = _Copy(self._arena, wanted.seq), group.newest
+            self._words.commit = 0  # what lies here from an earlier life is overwritten, piece by piece
             self._words.put(self._slot, w.COPY, wanted.seq)
         if self._copy.missing:
             assert group.far is not None
@@ -278,8 +312,11 @@ class Follower:
         if told.kind == GIVEN:
             if not self.live:
                 # It counts more than all that came before, and may lie over it: if it is not committed, begin again.
+                if self._copy is not None:
+                    self._copy.give_up(far)
                 self._behind.clear()
                 self._copy, self._based = None, False
+                self._words.commit = 0
                 self._words.put(self._slot, w.COPY, 0)
             far.take_checked(told.source, seq, STATE, self._arena.image(seq & 1))
         buffers = [torch.empty_like(places[0]) for places in self._arena.buffers]
@@ -329,6 +366,8 @@ class Follower:
         self._records.unpack(seq, commit.record)
         if told.kind == GIVEN:
             return
+        if torch.get_num_threads() != told.threads:  # where an optimizer adds up a tensor, bits depend on it
+            torch.set_num_threads(told.threads)
         if told.kind == STEPPED:
             record = self._records.read(seq)
             self._replica.take_text(self._records.text(record.text_place, record.text_bytes))

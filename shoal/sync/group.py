@@ -97,9 +97,8 @@ class Standing:
             host: [(words.get(it.slot, w.INCUMBENT), words.get(it.slot, w.TOLD)) for it in places.on(host)]
             for host in places.hosts
         }
-        for follower in self.generation.followers:
-            if not words.get(follower.slot, w.INCUMBENT):
-                told[follower.host] = []  # it is here to get the state, whatever its memory holds
+        for follower in self.generation.followers:  # it is here to get the state, whatever its memory holds
+            told[follower.host] = [it for it in told[follower.host] if it[0]]
         # A host whose workers are all new has no state, whatever its memory holds: it may be of a life of its own,
         # after it was given up. Where nobody has had a state, what lies in memory is the only one.
         anybody = any(incumbent for one in told.values() for incumbent, _ in one)

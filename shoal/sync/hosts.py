@@ -279,16 +279,20 @@ class Far:
             if item is not None:
                 return item
 
+    def look(self) -> None:
+        """Changed, if the wait that goes on is over."""
+        if self._notice.over():
+            raise Changed
+        if self._relay.problem is not None:
+            raise errors.ShoalError(f"the connections to other hosts failed: {self._relay.problem}")
+
     def _sleep(
         self, slot: int | None, arrived: queue.SimpleQueue[T | None], come: Callable[[], bool] = lambda: False
     ) -> T | None:
         """Until something arrives, or it is to look again. `come`: what else it waits for, of which it is woken."""
         worker_id = "" if slot is None else self._ids[slot]
         with self._notice.waits(self.number, slot, worker_id, wake=partial(arrived.put, None)):
-            if self._notice.over():
-                raise Changed
-            if self._relay.problem is not None:
-                raise errors.ShoalError(f"the connections to other hosts failed: {self._relay.problem}")
+            self.look()
             try:
                 return None if come() else arrived.get(timeout=NET_S)
             except queue.Empty:

@@ -16,6 +16,7 @@ from shoal.control.drift import Told
 from shoal.sync.sync import Sums
 
 EVERY_S = 30.0
+_NAME_CHARACTERS = 200
 _MOST = 2048  # checksums of one message; where there are more tensors, neighbors share one
 
 
@@ -61,8 +62,13 @@ class Checker:
             self._thread = None
 
 
+def _short(name: str, index: int) -> str:
+    return name if len(name) <= _NAME_CHARACTERS else f"{name[:_NAME_CHARACTERS]}… ({index})"
+
+
 def few(sums: Sums, most: int = _MOST) -> Sums:
     """No more than that, with neighbors under the name of the first of them."""
+    sums = {_short(name, index): value for index, (name, value) in enumerate(sums.items())}
     each = -(-len(sums) // most)
     if each <= 1:
         return sums

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -497,6 +498,57 @@ def test_a_follower_becomes_a_member_when_those_who_have_the_state_are_too_few()
     assert (ids(joined.members), ids(joined.followers), joined.paused) == (["a-w0", "b-w0"], [], False)
 
 
+def following(*, hosts: Sequence[Host] = ()) -> Script:
+    """a-w0 is the only member, b-w0 follows, b-w1 waits for it."""
+    script = Script(max_size=8, target=1)
+    script.membership = replace(script.membership, hosts=tuple(hosts))
+    for worker_id in ("a-w0", "b-w0", "b-w1"):
+        script.feed(m.on_join(script.membership, worker_id, worker_id[0], script.now))
+        script.feed(m.on_ready(script.membership, worker_id, follows=True))
+        script.settle()
+    assert script.membership.newest is not None
+    assert ids(script.membership.newest.followers) == ["b-w0"]
+    return script
+
+
+def test_where_all_that_have_the_state_are_dead_the_next_of_their_host_goes_on() -> None:
+    script = following()
+    script.feed(m.on_gone(script.membership, "a-w0"))
+    assert script.settle() is None  # those of b have nothing to go on with
+    script.feed(m.on_join(script.membership, "a-w1", "a", script.now))
+    script.feed(m.on_ready(script.membership, "a-w1", follows=True))
+    again = script.settle()
+    assert again is not None
+    assert again.fault
+    assert (ids(again.members), ids(again.followers)) == (["a-w1"], ["b-w0"])
+
+
+def test_a_host_that_has_caught_up_goes_on_alone() -> None:
+    script = following()
+    script.feed(m.on_caught_up(script.membership, "b-w0"))
+    script.feed(m.on_gone(script.membership, "a-w0"))
+    again = script.settle()
+    assert again is not None
+    assert ids(again.members) == ["b-w0", "b-w1"]
+
+
+def test_when_the_host_with_the_state_is_lost_the_job_ends_and_says_so() -> None:
+    script = following(hosts=[Host("a", 1, "life", share=1), Host("b", 2, "other", share=2)])
+    script.feed(m.on_host_lost(script.membership, "a", "silent"))
+    script.settle()
+    (stop,) = script.take(Stop)
+    assert isinstance(stop, Stop)
+    assert (stop.failed, stop.kind) == (True, "StateLost")
+
+
+def test_who_leaves_first_when_all_do_is_a_member_and_no_follower() -> None:
+    script = following()
+    script.feed(m.on_stop(script.membership, Stop("asked to")))
+    left = script.settle()
+    assert left is not None
+    assert ids(left.leavers) == ["a-w0", "b-w0"]
+
+
 def test_a_follower_that_is_to_leave_is_a_leaver() -> None:
     script = Script(max_size=8, target=1)
     script.come("a-w0")
@@ -642,7 +694,6 @@ class AnySequence(RuleBasedStateMachine):
         generations = [each.generation for each in instructions if isinstance(each, Publish)]
         if not generations:
             assert not self.owed or not self.membership.in_state(State.MEMBER, State.LEAVING)
-            assert not self.membership.in_state(State.FOLLOWING) or self.membership.in_state(State.MEMBER)
             return
         (generation,) = generations
         members, leavers = ids(generation.members), ids(generation.leavers)

@@ -255,6 +255,59 @@ def test_an_edit_by_a_member_reaches_a_follower_before_and_after_it_has_the_stat
     it.train(BATCHES[:2])
 
 
+def test_an_edit_while_pieces_come_is_not_overwritten_by_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(following, "_PIECE_BYTES", 64)
+    withheld, taken = Withheld(monkeypatch), threading.Event()
+    take = hosts.Far.take_checked
+
+    def take_and_then_pieces(far: hosts.Far, slot: int, step: int, kind: int, into: Any) -> None:
+        take(far, slot, step, kind, into)
+        if kind == hosts.STATE:
+            withheld.release()
+            taken.set()
+
+    monkeypatch.setattr(hosts.Far, "take_checked", take_and_then_pieces)
+    it = scene(tmp_path, (1,), made())
+    it.begin(follows=False)
+    it.train(BATCHES[:2])
+    it.begin(follows=True)
+    it.train(BATCHES[2:4])
+
+    def edit(one: ThreadWorker) -> None:
+        one.sync.open_edit()
+        with torch.no_grad():
+            one.model[0].weight.mul_(0.5)  # type: ignore[index,union-attr,operator]
+        one.stepper.edit(one.group, one.record)
+        one.record = one.records.read(one.group.seq)
+
+    Host.together(it.members, edit)
+    assert taken.wait(20)
+    it.train(BATCHES)
+    assert it.caught_up.wait(20)
+    it.train_into(BATCHES[:2])
+    it.begin(follows=False, joins=True)
+    it.train(BATCHES[:2])
+
+
+def test_sums_that_wait_for_the_copy_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members wait for the follower rather than fill its memory."""
+    monkeypatch.setattr(following, "_MOST_BYTES", 1)
+    withheld = Withheld(monkeypatch)
+    it = scene(tmp_path, (1,), made())
+    it.begin(follows=False)
+    it.train(BATCHES[:2])
+    it.begin(follows=True)
+    it.train(BATCHES[2:3])
+    timer = threading.Timer(0.3, withheld.release)
+    timer.start()
+    it.train(BATCHES[3:4])
+    assert not timer.is_alive()
+    assert it.caught_up.wait(20)
+    it.train_into(BATCHES[:2])
+    it.begin(follows=False, joins=True)
+    it.train(BATCHES[:2])
+
+
 def test_a_piece_that_comes_damaged_is_asked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     give, damaged = Source._give, list[int]()
 
@@ -281,7 +334,7 @@ def test_a_piece_that_comes_damaged_is_asked_for_again(tmp_path: Path, monkeypat
 
 
 def test_what_is_told_of_a_commit_comes_back_as_it_was() -> None:
-    told = Told(7 << 32 | 5, 2, "some", 3, 0.25, 0.5, b"\xa0")
+    told = Told(7 << 32 | 5, 2, "some", 3, 0.25, 0.5, 2, b"\xa0")
     assert Told.unpack(told.pack()) == told
 
 
