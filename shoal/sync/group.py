@@ -280,7 +280,8 @@ class Following(Standing):
         words.put(self.slot, w.DONE, step)
         words.ring(self.slot)
         self.far.tell()
-        for slot in self.slots:
+        others = [follower.slot for follower in self.generation.followers if follower.slot != self.slot]
+        for slot in (*self.slots, *others):  # without one of them the members do not commit
             self._wait_word(slot, w.DONE, step)
         fence()
         return max(words.get(slot, w.SEEN) for slot in self.slots) > self.generation.number
