@@ -23,6 +23,7 @@ import numpy.typing as npt
 import torch
 
 from shoal import errors
+from shoal.errors import Changed
 from shoal.metrics import fault_point
 from shoal.sync import words as w
 from shoal.sync.arena import Arena
@@ -240,6 +241,7 @@ class Follower:
         self._copy: _Copy | None = None
         self._based = False  # a state is here from which what is behind can be made
         self._from = 0  # the tag of the commit that is copied
+        self._newest = 0  # the tag of the newest one that is counted
         self._behind: deque[_Commit] = deque()  # to be made again
         self._unsure: _Commit | None = None  # all of it is here, and whether it is committed is not known
         self.live = False  # this host has the state
@@ -287,17 +289,21 @@ class Follower:
 
     def _begin(self, group: Following, notify: Callable[[], None]) -> None:
         """Find out what was committed, and get the rest of the copy."""
-        unsure, self._unsure = self._unsure, None
-        if unsure is not None and seq_of(unsure.told.step) == seq_of(group.newest):
-            self._behind.append(unsure)
-            if unsure.told.kind == GIVEN:
-                self._is_based()
+        if self._unsure is not None and self._unsure.told.step == group.newest:
+            self._committed(group.newest)
+        self._unsure = None
+        if not self.live and self._newest not in (0, group.newest):
+            # It has seen every done word of a commit that nobody else lives to know of: that does not count.
+            assert group.far is not None
+            self._forget()
+            group.far.renew("a follower has counted what is not committed")
+            raise Changed
         wanted = origin(group)
         if wanted is None or self.live or self._based:
             return
         if wanted.fresh or self._copy is None:
             self._behind.clear()
-            self._copy, self._from = _Copy(self._arena, wanted.seq), group.newest
+            self._copy, self._from, self._newest = _Copy(self._arena, wanted.seq), group.newest, group.newest
             self._words.commit = 0  # what lies here from an earlier life is overwritten, piece by piece
             self._words.put(self._slot, w.COPY, wanted.seq)
         if self._copy.missing:
@@ -314,10 +320,7 @@ class Follower:
                 # It counts more than all that came before, and may lie over it: if it is not committed, begin again.
                 if self._copy is not None:
                     self._copy.give_up(far)
-                self._behind.clear()
-                self._copy, self._based = None, False
-                self._words.commit = 0
-                self._words.put(self._slot, w.COPY, 0)
+                self._forget()
             far.take_checked(told.source, seq, STATE, self._arena.image(seq & 1))
         buffers = [torch.empty_like(places[0]) for places in self._arena.buffers]
         if told.kind == STEPPED and buffers:
@@ -328,8 +331,15 @@ class Follower:
             return _Commit(told, bytes(record), buffers=buffers)
         return _Commit(told, bytes(record), receiving.finish(told.sums), receiving.pieces, buffers)
 
+    def _forget(self) -> None:
+        self._behind.clear()
+        self._copy, self._based, self._newest = None, False, 0
+        self._words.commit = 0
+        self._words.put(self._slot, w.COPY, 0)
+
     def _committed(self, step: int) -> None:
         commit, self._unsure = self._unsure, None
+        self._newest = step
         if self.live:
             self._words.commit = step
         elif commit is not None:

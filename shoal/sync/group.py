@@ -200,6 +200,11 @@ class Group(Standing):
         self.gives = tuple(it for at, it in enumerate(takers) if givers[at % len(givers)] == self.slot)
         self.takes = givers[takers.index(self.slot) % len(givers)] if self.slot in takers else None
 
+    @property
+    def followers_know(self) -> bool:
+        """Whether some follower has the state by now, of which the coordinator may not have heard."""
+        return any(self.words.get(slot, w.INCUMBENT) for slot in self.followers)
+
     def renew(self, why: str) -> NoReturn:
         """What is on its way between hosts is of no use: have the generation begin again. Raises Changed."""
         assert self.far is not None

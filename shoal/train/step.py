@@ -182,6 +182,8 @@ class Stepper:
         if group.far is None or not group.seq:
             return
         if group.behind and group.leads and group.takes is None:
+            if group.followers_know:
+                group.renew("whoever has the state is about to be a member")
             raise errors.ShoalError(
                 f"nobody in generation {group.generation.number} has the state of commit {group.seq}"
             )
