@@ -128,6 +128,23 @@ class Scene:
             worker.notice.newest = self.number + 1
         self.train(batches[-1:])
 
+    def join(self) -> None:
+        """The follower becomes a member, and has the same bits as the others from then on."""
+        self.train_into(BATCHES[:2])
+        self.begin(follows=False, joins=True)
+        self.train(BATCHES[:2])
+
+    def edit(self, by: int) -> None:
+        def edit(one: ThreadWorker) -> None:
+            one.sync.open_edit()
+            if one.slot == by:
+                with torch.no_grad():
+                    one.model[0].weight.mul_(0.5)  # type: ignore[index,union-attr,operator]
+            one.stepper.edit(one.group, one.record)
+            one.record = one.records.read(one.group.seq)
+
+        Host.together(self.members, edit)
+
 
 def scene(tmp_path: Path, layout: Sequence[int], make: Callable[[], Made], **how: Any) -> Scene:
     *members, follower = workers_on(tmp_path, (*layout, 1), make, **how)
@@ -201,9 +218,7 @@ def test_whoever_keeps_the_copy_dies_and_another_goes_on_where_it_was(
     assert {slot for slot, _ in withheld.asked} == {it.members[0].slot}
     again = {piece for _, piece in withheld.asked}
     assert min(again) == 5  # what was there is not asked for again
-    it.train_into(BATCHES[:2])
-    it.begin(follows=False, joins=True)
-    it.train(BATCHES[:2])
+    it.join()
 
 
 def test_when_nobody_keeps_the_copy_any_more_it_begins_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,9 +235,7 @@ def test_when_nobody_keeps_the_copy_any_more_it_begins_again(tmp_path: Path, mon
     it.begin(follows=True, fault=True)
     it.train(BATCHES[4:])
     assert it.caught_up.wait(20)
-    it.train_into(BATCHES[:2])
-    it.begin(follows=False, joins=True)
-    it.train(BATCHES[:2])
+    it.join()
 
 
 @pytest.mark.parametrize("early", [True, False])
@@ -239,20 +252,10 @@ def test_an_edit_by_a_member_reaches_a_follower_before_and_after_it_has_the_stat
     it.train(BATCHES[2:6])
     assert it.caught_up.wait(0 if early else 20) != early
 
-    def edit(one: ThreadWorker) -> None:
-        one.sync.open_edit()
-        if one.slot == 1:
-            with torch.no_grad():
-                one.model[0].weight.mul_(0.5)  # type: ignore[index,union-attr,operator]
-        one.stepper.edit(one.group, one.record)
-        one.record = one.records.read(one.group.seq)
-
-    Host.together(it.members, edit)
+    it.edit(by=1)
     it.train(BATCHES[6:])
     assert it.caught_up.wait(20)
-    it.train_into(BATCHES[:2])
-    it.begin(follows=False, joins=True)
-    it.train(BATCHES[:2])
+    it.join()
 
 
 def test_an_edit_while_pieces_come_is_not_overwritten_by_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,21 +275,11 @@ def test_an_edit_while_pieces_come_is_not_overwritten_by_them(tmp_path: Path, mo
     it.train(BATCHES[:2])
     it.begin(follows=True)
     it.train(BATCHES[2:4])
-
-    def edit(one: ThreadWorker) -> None:
-        one.sync.open_edit()
-        with torch.no_grad():
-            one.model[0].weight.mul_(0.5)  # type: ignore[index,union-attr,operator]
-        one.stepper.edit(one.group, one.record)
-        one.record = one.records.read(one.group.seq)
-
-    Host.together(it.members, edit)
+    it.edit(by=0)
     assert taken.wait(20)
     it.train(BATCHES)
     assert it.caught_up.wait(20)
-    it.train_into(BATCHES[:2])
-    it.begin(follows=False, joins=True)
-    it.train(BATCHES[:2])
+    it.join()
 
 
 def test_sums_that_wait_for_the_copy_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,9 +296,7 @@ def test_sums_that_wait_for_the_copy_are_bounded(tmp_path: Path, monkeypatch: py
     it.train(BATCHES[3:4])
     assert not timer.is_alive()
     assert it.caught_up.wait(20)
-    it.train_into(BATCHES[:2])
-    it.begin(follows=False, joins=True)
-    it.train(BATCHES[:2])
+    it.join()
 
 
 def test_a_piece_that_comes_damaged_is_asked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,9 +318,7 @@ def test_a_piece_that_comes_damaged_is_asked_for_again(tmp_path: Path, monkeypat
     it.begin(follows=True)
     it.train(BATCHES)
     assert it.caught_up.wait(20)
-    it.train_into(BATCHES[:2])
-    it.begin(follows=False, joins=True)
-    it.train(BATCHES[:2])
+    it.join()
     assert damaged
 
 
@@ -353,6 +342,33 @@ def test_what_a_followers_host_holds_from_an_earlier_life_does_not_count(tmp_pat
     it.begin(follows=True)
     it.train(BATCHES)
     assert it.caught_up.wait(20)
-    it.train_into(BATCHES[:2])
-    it.begin(follows=False, joins=True)
-    it.train(BATCHES[:2])
+    it.join()
+
+
+def test_a_follower_counts_a_commit_only_when_the_other_followers_have_it_too(tmp_path: Path) -> None:
+    """Without one of them the members do not commit."""
+    workers = workers_on(tmp_path, (1, 1, 1), made())
+    member, one, other = workers
+    generation = Generation(1, (member.member,), key=b"k" * 32, followers=(one.member, other.member))
+
+    def enter(worker: ThreadWorker) -> Following:
+        standing = Following(worker.words, worker.notice, generation, f"w{worker.slot}", relay=worker.relay)
+        standing.enter(incumbent=False)
+        return standing
+
+    standings = dict(zip(workers, Host.together(workers, enter), strict=True))
+    step, counted = w.tag(1, 1), threading.Event()
+
+    def follow() -> None:
+        standings[one].follow(step)
+        counted.set()
+
+    def done(worker: ThreadWorker) -> None:
+        worker.words.put(worker.slot, w.DONE, step)
+        standings[worker].far.tell()  # type: ignore[union-attr]
+
+    threading.Thread(target=follow, daemon=True).start()
+    done(member)
+    assert not counted.wait(0.3)
+    done(other)
+    assert counted.wait(20)
