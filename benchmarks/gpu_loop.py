@@ -71,13 +71,13 @@ def measure(
         with torch.autocast("cuda", dtype=torch.bfloat16):
             return nn.functional.cross_entropy(forward(images), targets)
 
-    plain_batches = iter(DataLoader(samples, batch_size=batch, num_workers=1, collate_fn=torch.tensor))
+    plain_batches = iter(DataLoader(samples, batch_size=batch, num_workers=1, collate_fn=torch.tensor, pin_memory=True))
     shoal_batches = iter(
-        worker.batches(samples, batch_size=batch, shuffle=False, num_workers=1, collate_fn=torch.tensor)
+        worker.batches(samples, batch_size=batch, shuffle=False, num_workers=1, collate_fn=torch.tensor, device=device)
     )
 
     def plain() -> None:
-        next(plain_batches)
+        next(plain_batches).to(device, non_blocking=True)
         optimizer.zero_grad(set_to_none=True)
         loss().backward()  # type: ignore[no-untyped-call]
         optimizer.step()

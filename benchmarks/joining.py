@@ -4,7 +4,8 @@ root.
     python -m benchmarks.joining --model mlp21m --optimizer adamw --mbit 1000 --rounds 3
 
 The longest step from the moment the host begins to get the state until it has made steps of its own, beside the median
-of the steps before; how many steps were made in that time; and what it would take to send the state while all wait.
+of the steps before and of those after, which both make; how many steps were made in that time; and what it would take
+to send the state while all wait.
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ def once(network: Network, asked: argparse.Namespace, folder: Path) -> dict[str,
     return {
         "before_s": statistics.median(before),
         "longest_s": max(during),
+        "after_s": statistics.median(it for at, it in took[joins:]),
         "steps": float(len(during)),
         "took_s": joined_s - began_s,
     }
@@ -104,14 +106,23 @@ def main() -> int:
             network.limit(asked.mbit)
             found.append(once(network, asked, Path(folder)))
             print(f"round {round_ + 1}: {found[-1]}", file=sys.stderr)
-    table = Table("step before, s", "longest step, s", "steps meanwhile", "the state took, s", "sending it, s")
+    columns = (
+        "step before, s",
+        "longest step, s",
+        "step after, s",
+        "steps meanwhile",
+        "the state took, s",
+        "sending it, s",
+    )
+    table = Table(*columns)
 
     def spread(key: str) -> str:
         values = [it[key] for it in found]
         return f"{statistics.median(values):.2f} ({min(values):.2f}–{max(values):.2f})"
 
     sending_s = state_bytes * 8 / (asked.mbit * 1e6)
-    table.add_row(spread("before_s"), spread("longest_s"), spread("steps"), spread("took_s"), f"{sending_s:.2f}")
+    keys = ("before_s", "longest_s", "after_s", "steps", "took_s")
+    table.add_row(*map(spread, keys), f"{sending_s:.2f}")
     Console(width=120).print(table)
     return 0
 

@@ -26,7 +26,7 @@ from shoal.errors import UserMistake
 from shoal.testing.network import Network, missing
 
 BATCHES = {"mlp21m": 128, "mobilenetv2": 64, "resnet50_cifar": 64, "resnet20": 64}
-_TUNED_STEPS = 20  # after which shoal has found out how large its buckets are to be
+_TUNED_STEPS = 26  # after which shoal has found out how large its buckets are to be
 _COUNTED_STEPS = 3
 
 
@@ -113,7 +113,9 @@ def main(argv: list[str] | None = None) -> int:
             times = "" if ratio is None else f"{1 / ratio.value:.2f} ({1 / ratio.high:.2f}–{1 / ratio.low:.2f})"
             ms = f"{measured.summary.median * 1e3:.0f}"
             bytes_ = f"{sent[measured.variant] / gradient_bytes:.3f}"
-            table.add_row(model, f"{asked.hosts} × {each}", f"{mbit:g}", measured.variant, ms, times, bytes_)
+            row = model, f"{asked.hosts} × {each}", f"{mbit:g}", measured.variant, ms, times, bytes_
+            table.add_row(*row)
+            console.print("  ".join(row), style="dim", highlight=False)
         for doubt in result.doubts:
             console.print(f"{model}, {each}, {mbit:g}: {doubt}")
     console.print(table)

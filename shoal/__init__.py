@@ -6,9 +6,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shoal.sync import topology
     from shoal.sync.allreduce import AllReduce
     from shoal.sync.batchnorm import SyncBatchNorm
     from shoal.sync.independent import Independent
+    from shoal.sync.local_sgd import LocalSGD
+    from shoal.sync.neighbor import Neighbor
     from shoal.sync.replicated import Replicated
     from shoal.sync.scaling import LossScaler
     from shoal.train.run import run
@@ -23,7 +26,9 @@ _HOMES = {
     "AllReduce": "shoal.sync.allreduce",
     "Independent": "shoal.sync.independent",
     "LinearScaling": "shoal.train.schedules",
+    "LocalSGD": "shoal.sync.local_sgd",
     "LossScaler": "shoal.sync.scaling",
+    "Neighbor": "shoal.sync.neighbor",
     "Replicated": "shoal.sync.replicated",
     "SqrtScaling": "shoal.train.schedules",
     "SyncBatchNorm": "shoal.sync.batchnorm",
@@ -33,12 +38,14 @@ _HOMES = {
 }
 
 __all__ = [
-    "AllReduce", "Independent", "LinearScaling", "LossScaler", "Replicated", "SqrtScaling", "SyncBatchNorm",
-    "TensorBoard", "Worker", "run",
+    "AllReduce", "Independent", "LinearScaling", "LocalSGD", "LossScaler", "Neighbor", "Replicated", "SqrtScaling",
+    "SyncBatchNorm", "TensorBoard", "Worker", "run", "topology",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
+    if name == "topology":
+        return importlib.import_module("shoal.sync.topology")
     raise AttributeError(f"module 'shoal' has no attribute {name!r}")

@@ -7,6 +7,7 @@ ShoalError                      what shoal raises
 │   ├── ModelUnusable           no parameters, or of a kind that cannot be shared
 │   ├── OptimizerUnusable       over other parameters than the model's, or cannot be split
 │   ├── DataUnusable            more workers than samples, a batch larger than the data
+│   ├── TopologyUnusable        no such graph of neighbors, or weights by which nobody comes to agree
 │   ├── WorkersDiffer           models, data or hyperparameters differ between workers
 │   ├── LossNotFinite           a loss is NaN or infinite and the policy is to stop
 │   ├── OutOfSharedMemory       the arena does not fit
@@ -58,6 +59,10 @@ class OptimizerUnusable(UserMistake):
 
 
 class DataUnusable(UserMistake):
+    pass
+
+
+class TopologyUnusable(UserMistake):
     pass
 
 

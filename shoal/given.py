@@ -9,7 +9,7 @@ from typing import Any
 
 from shoal.errors import SettingsContradict
 
-_SAID = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_SAID = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "a table"}
 
 
 def fitted(values: Mapping[str, Any], of: type, names: Collection[str], where: str) -> dict[str, Any]:
@@ -31,10 +31,10 @@ def fitted(values: Mapping[str, Any], of: type, names: Collection[str], where: s
 
 
 def _kinds(hint: Any) -> tuple[Any, ...]:
-    """A union's members; of a Literal, the words that it allows."""
+    """A union's members; of a Literal, the words that it allows; dict for any kind of dict."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union, typing.Literal):
         return typing.get_args(hint)
-    return (hint,)
+    return (typing.get_origin(hint) or hint,)
 
 
 def _fits(value: Any, kind: Any) -> bool:

@@ -1,4 +1,4 @@
-"""How processes of a job end together, and how old they are."""
+"""How processes of a job end together, how old they are, and what they may use."""
 
 from __future__ import annotations
 
@@ -24,3 +24,8 @@ def age_s() -> float:
     # Field 22, behind the name, which is in parentheses and may hold spaces.
     started_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK")
+
+
+def cores() -> int:
+    """Of this machine, that this process may use."""
+    return len(os.sched_getaffinity(0))

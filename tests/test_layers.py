@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,8 @@ LAYERS = [
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 WITHOUT_TORCH = ["shoal", "shoal.cli", "shoal.control.serve", "shoal.data.ledger", "shoal.data.audit",
                  "shoal.sync.memory", "shoal.sync.words", "shoal.launch.local", "shoal.testing", "shoal.data.progress",
-                 "shoal.view.top", "shoal.view.doctor", "shoal.view.logs", "shoal.report.page"]  # fmt: skip
+                 "shoal.view.top", "shoal.view.doctor", "shoal.view.logs", "shoal.report.page",
+                 "shoal.sync.topology"]  # fmt: skip
 
 
 def layer_of(module: str) -> str | None:
@@ -75,3 +77,21 @@ def test_a_module_imports_only_from_its_own_layer_and_those_above(path: Path) ->
 def test_what_the_command_line_needs_does_not_import_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0, f"{module} imports torch"
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    paths = {".".join(("shoal", *path.relative_to(ROOT).with_suffix("").parts)): path for path in ROOT.rglob("*.py")}
+    paths = {name.removesuffix(".__init__"): path for name, path in paths.items()}
+
+    def imported(path: Path) -> set[str]:
+        """When the module is loaded. What a function imports comes later."""
+        found: set[str] = set()
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ImportFrom) and node.module:
+                inside = (f"{node.module}.{alias.name}" for alias in node.names)
+                found.update(name if name in paths else node.module for name in inside)
+            elif isinstance(node, ast.Import):
+                found.update(alias.name for alias in node.names)
+        return found & paths.keys() - {"shoal"}  # whose names are loaded lazily
+
+    TopologicalSorter({name: imported(path) for name, path in paths.items()}).prepare()  # a CycleError names them

@@ -6,6 +6,6 @@ Exit codes: 0 the job finished or was stopped; 2 something the user can put righ
 
 from shoal.cli.shell import app, main
 
-from shoal.cli import start, hosts, torchrun, model_file, look, command, certs  # isort: skip  # in the order of `shoal --help`
+from shoal.cli import start, hosts, torchrun, model_file, look, command, certs, topology  # isort: skip  # in the order of `shoal --help`
 
-__all__ = ["app", "certs", "command", "hosts", "look", "main", "model_file", "start", "torchrun"]
+__all__ = ["app", "certs", "command", "hosts", "look", "main", "model_file", "start", "topology", "torchrun"]

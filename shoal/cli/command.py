@@ -46,7 +46,11 @@ def scale(
     if not run_dir.runs():
         raise errors.JobNotFound(f"{_ended(run_dir)}; go on with shoal resume {name_of(run_dir)} -n {target}")
     state = commands.scale(run_dir, int(target))
-    print(f"{name_of(run_dir)}: {counted(state['target'], 'worker')} wanted")
+    wanted = f"{name_of(run_dir)}: {counted(state['target'], 'worker')} wanted"
+    short = 0 < state["slots"] < state["target"]
+    print(
+        f"{wanted}; its hosts have {counted(state['slots'], 'slot')}, more come with other hosts" if short else wanted
+    )
     return 0
 
 

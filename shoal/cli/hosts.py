@@ -14,7 +14,6 @@ from shoal import errors
 from shoal.cli.options import QuietOption, within
 from shoal.cli.shell import app
 from shoal.control import commands
-from shoal.control.environment import WorkerEnvironment
 from shoal.control.generation import MAX_SLOTS
 from shoal.control.hosts import is_name
 from shoal.control.invitation import Invitation
@@ -24,7 +23,9 @@ from shoal.launch.fleet import Discovery
 from shoal.launch.hosts import HostSpec, parse_hosts, read_hostfile
 from shoal.launch.remote import Told
 from shoal.launch.screen import Screen
+from shoal.launch.session import OWN
 from shoal.launch.settings import JobSettings
+from shoal.process import cores
 
 
 def named_hosts(
@@ -71,12 +72,12 @@ def join(
     name = host_name or socket.gethostname()
     if not is_name(name):
         raise errors.SettingsContradict(f"--host-name {name} is no name; take letters, digits, dots and dashes")
-    return joining.by_hand(described(Invitation.read(invitation), name, slots or joining.cores()), Screen(quiet))
+    return joining.by_hand(described(Invitation.read(invitation), name, slots or cores()), Screen(quiet))
 
 
 def described(invitation: Invitation, host: str, slots: int) -> Told:
     """What the coordinator says of its job."""
-    with tempfile.TemporaryDirectory(prefix="shoal-join-") as folder:
+    with tempfile.TemporaryDirectory(prefix=OWN) as folder:
         try:
             job = commands.describe(invitation.accept(Path(folder) / "asking", {}))
         except errors.JobNotFound:
@@ -84,12 +85,6 @@ def described(invitation: Invitation, host: str, slots: int) -> Told:
                 f"nobody answers at {invitation.address}; is the job over? else copy its invitation again"
             ) from None
     settings = JobSettings.read({**job["settings"], "address": ""})  # which is not this machine's
-    environment = WorkerEnvironment(
-        threads=settings.threads or 0,
-        pin=settings.pin,
-        checkpoint_every=settings.checkpoint_every,
-        checkpoint_keep=settings.checkpoint_keep,
-    )
     return Told(
         host=host,
         slots=slots,
@@ -98,6 +93,6 @@ def described(invitation: Invitation, host: str, slots: int) -> Told:
         certificates=invitation.certificates,
         dir=job["dir"],
         settings=job["settings"],
-        environment=environment.to_env(),
+        environment=settings.environment.to_env(),
         grow=True,
     )

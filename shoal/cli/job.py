@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import os
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 from shoal import errors
@@ -21,7 +20,7 @@ from shoal.launch.fleet import Fleet, fleet_of, home_address
 from shoal.launch.heir import Inherited
 from shoal.launch.host import Ending
 from shoal.launch.job import BEGINNING, Job, Origin
-from shoal.launch.local import LocalLauncher
+from shoal.launch.local import LocalLauncher, launcher_of
 from shoal.launch.screen import Screen
 from shoal.launch.settings import JobSettings
 from shoal.metrics import EventLog, read_events, write_end
@@ -75,27 +74,16 @@ def run_job(
     elif tls.needed(asdict(settings), met_at):
         tls.make_for_job(run_dir, met_at)
     inherited = WorkerEnvironment.from_env(os.environ)
-    environment = WorkerEnvironment(
-        threads=settings.threads or 0,
-        pin=settings.pin,
-        device=settings.device,
+    environment = replace(
+        settings.environment,
         plugin=inherited.plugin,
         faults=inherited.faults and os.path.abspath(inherited.faults),
-        checkpoint_every=settings.checkpoint_every,
-        checkpoint_keep=settings.checkpoint_keep,
         resume=str(checkpoint.path) if checkpoint is not None else "",
         init_from=settings.init_from,
         address=address,
     )
     fleet: Fleet | Inherited | None
     fleet = Inherited(run_dir, settings.timeouts) if inherits else fleet_of(settings, run_dir, environment)
-    make_launcher = functools.partial(
-        launcher,
-        Path(settings.script),
-        list(settings.args),
-        run_dir.logs,
-        memory_limit_bytes=settings.memory_bytes,
-    )
     screen.tell(f"job {name_of(run_dir)}: {counted(settings.target, 'worker')}, run directory {run_dir.path}")
     if address and not tls.is_loopback(address):
         screen.tell(f"to join from another machine: copy {run_dir.invitation_file} there, and shoal join invitation")
@@ -115,7 +103,7 @@ def run_job(
             settings.log_bytes,
             fleet,
         )
-        return await job.run(make_launcher)
+        return await job.run(launcher_of(settings, run_dir.logs, launcher))
 
     ending = asyncio.run(go())
     took_s = time.monotonic() - began

@@ -31,6 +31,7 @@ from shoal.control import prometheus, rundir
 from shoal.control.rundir import RunDir
 from shoal.launch.screen import Screen
 from shoal.launch.settings import JobSettings, parse_size
+from shoal.process import cores
 from shoal.recipe import RUNNER, TRAINING, Recipe, check_model_file, read_config, with_values
 
 _BATCHES = {"batch_size", "global_batch"}  # of which a recipe has one
@@ -157,9 +158,8 @@ def _use_model_file(
             recipe = with_values(recipe, one, "--set")
         else:
             of_job |= _of_job(one, "--set", also=TRAINING)
-    cores = len(os.sched_getaffinity(0))
-    elsewhere = of_job.pop("workers", cores)
-    size = parse_size(str(elsewhere), cores, "workers =") if workers is None else parse_size(workers, cores)
+    elsewhere = of_job.pop("workers", cores())
+    size = parse_size(str(elsewhere), cores(), "workers =") if workers is None else parse_size(workers, cores())
     if weights is None and of_job.get("init_from"):
         weights = Path(of_job["init_from"])
     if weights is not None:

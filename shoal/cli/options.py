@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -116,3 +116,14 @@ def parse_bytes(text: str, option: str = "--memory") -> int:
     if match is None or float(match[1]) == 0:
         raise errors.SettingsContradict(f"{option} {text} is not a number of bytes; write {option} 2G")
     return int(float(match[1]) * _UNITS[match[2]])
+
+
+def parse_env(given: Iterable[str], here: Mapping[str, str]) -> dict[str, str]:
+    """`NAME=VALUE`, or `NAME` with the value it has here. Fails with SettingsContradict."""
+    found = {}
+    for text in given:
+        name, is_given, value = text.partition("=")
+        if not is_given and name not in here:
+            raise errors.SettingsContradict(f"--env {name}: it is not set here; set it, or write --env {name}=VALUE")
+        found[name] = value if is_given else here[name]
+    return found

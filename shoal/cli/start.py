@@ -25,6 +25,7 @@ from shoal.cli.options import (
     WorkersOption,
     normalized,
     parse_bytes,
+    parse_env,
 )
 from shoal.cli.shell import app
 from shoal.control import prometheus, rundir
@@ -37,6 +38,7 @@ from shoal.launch.screen import Screen
 from shoal.launch.settings import JobSettings, parse_size
 from shoal.launch.tail import LOG_LIMIT_BYTES
 from shoal.metrics import read_events
+from shoal.process import cores
 from shoal.view.state import how_it_ended
 
 
@@ -53,7 +55,7 @@ class OnErrorChoice(str, Enum):
 
 `shoal run -n 2:8 train.py --lr 0.1` — elastic: pauses below two, grows to eight; what follows the script is its own
 
-`shoal run -H server1:4,server2:4 train.py` — on two hosts, over ssh
+`shoal run -H server1:4,server2:4 --env DATA --env LOG=debug train.py` — on two hosts, over ssh
 
 `shoal run -n 4 --dir runs/a --memory 2G --threads 2 --no-pin train.py`
 
@@ -132,6 +134,14 @@ def run(
     remote_python: Annotated[
         str | None, typer.Option(metavar="PATH", help="Python on the other hosts; the same path as here if left out.")
     ] = None,
+    env: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--env",
+            metavar="NAME[=VALUE]",
+            help="A variable for the workers of every host, with its value here or another; may be repeated.",
+        ),
+    ] = None,
     own_dirs: Annotated[
         bool, typer.Option("--own-dirs", help="Hosts write to a folder of their own, and what they write comes here.")
     ] = False,
@@ -142,7 +152,7 @@ def run(
 ) -> int:
     """Train with a script, on this machine or on several, while workers come and go."""
     specs = named_hosts(hosts, hostfile, discover, Timeouts(budget_s))
-    places = sum(spec.slots for spec in specs) if specs else len(os.sched_getaffinity(0))
+    places = sum(spec.slots for spec in specs) if specs else cores()
     size = parse_size(workers if workers is not None else str(places), places)
     if metrics_port is not None:
         prometheus.check_free(*prometheus.parse_address(metrics_port))
@@ -172,6 +182,7 @@ def run(
         address=address or "",
         ssh=ssh,
         remote_python=remote_python or "",
+        env=parse_env(env or (), os.environ),
         own_dirs=own_dirs,
         follows_slots=workers is None or ":" in workers,
         tls=str(certificates.absolute()) if certificates is not None else "",
@@ -207,8 +218,11 @@ def resume(
     run_dir = rundir.find(job)
     settings = JobSettings.read(run_dir.settings())
     if workers is not None:
-        size = parse_size(workers, len(os.sched_getaffinity(0)))
+        size = parse_size(workers, cores())
         settings = replace(settings, min=size.min, max=size.max, target=size.target)
+    if settings.discover:
+        specs = named_hosts(None, None, Path(settings.discover), settings.timeouts)
+        settings = replace(settings, hosts=",".join(spec.written for spec in specs))
     check_script(Path(settings.script))
     address = home_address(settings)
     with run_dir.held():
@@ -237,7 +251,7 @@ def go_on(
         except OSError as problem:
             screen.say(f"{settings.cwd}, where the job was started: {problem.strerror}; it goes on in {Path.cwd()}")
     if newest is None:
-        screen.tell("there is no checkpoint to go on from: the job begins anew")
+        screen.say("no checkpoint: the job begins anew")
     else:
         screen.tell(f"going on from {newest.path.name}: step {newest.step:,}, epoch {newest.manifest['epoch'] + 1}")
     return run_job(run_dir, settings, address, screen, resumed(run_dir, newest), newest, launcher)

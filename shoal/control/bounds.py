@@ -203,6 +203,12 @@ def _hello(body: Any) -> None:
         _texts(body.stop, "kind", most=MAX_NAME)
 
 
+def _unlisted(body: Any) -> None:
+    _few(body.hosts, "hosts", _MAX_ROSTER)
+    for name in body.hosts:
+        _host(name)
+
+
 def _stop(body: Any) -> None:
     _texts(body, "reason")
 
@@ -237,4 +243,5 @@ _CHECKS = {
     "gone": _gone,
     "evidence": _evidence,
     "stop": _stop,
+    "unlisted": _unlisted,
 }

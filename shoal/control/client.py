@@ -149,10 +149,11 @@ class Client:
         body = {"digest": digest, "step": step, "seq": seq, "report_json": json.dumps(report)}
         self._link.keep("finished", FromWorker(finished=body))
 
-    def failed(self, kind: str, message: str, traceback: str) -> None:
-        """The user's code raised. Call `close` afterwards: it delivers this."""
+    def failed(self, kind: str, message: str, traceback: str, *, fresh: bool = False) -> None:
+        """The user's code raised; `fresh`: before this worker had made a step with the others. Call `close` afterwards:
+        it delivers this."""
         cut = protocol.TRACEBACK_CHARS
-        body = {"kind": kind, "message": message[:cut], "traceback": traceback[-cut:]}
+        body = {"kind": kind, "message": message[:cut], "traceback": traceback[-cut:], "fresh": fresh}
         self._link.keep("failed", FromWorker(failed=body))
 
     def scale(self, target: int, relative: bool = False) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from shoal.control import protocol, tls
@@ -37,6 +38,12 @@ def stop(run_dir: RunDir, reason: str, timeout_s: float = Timeouts().command_s) 
 def checkpoint(run_dir: RunDir, timeout_s: float = Timeouts().command_s) -> dict[str, Any]:
     """Ask for a checkpoint of the next commit. Raises JobNotFound, TokenRefused, CertificateRefused."""
     return _command(run_dir, CommandRequest(checkpoint={}), timeout_s)
+
+
+def unlisted(run_dir: RunDir, hosts: Iterable[str], timeout_s: float = Timeouts().command_s) -> dict[str, Any]:
+    """Say which hosts are gone from the list of those that may be used: all of them, each time. Raises JobNotFound,
+    TokenRefused."""
+    return _command(run_dir, CommandRequest(unlisted={"hosts": sorted(hosts)}), timeout_s)
 
 
 def describe(run_dir: RunDir, timeout_s: float = Timeouts().command_s) -> dict[str, Any]:

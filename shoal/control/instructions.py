@@ -53,6 +53,14 @@ class Refuse:
 
 
 @dataclass(frozen=True)
+class RefuseHost:
+    """For the launcher of that host: it cannot take part, and is not to come again as it is."""
+
+    host: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class SetTarget:
     """For the launchers: how many workers there should be, beside those that are excused, and how many of them on each
     host. With `finishing`, one that exits needs no replacement. One that was heard before, by `number`, says nothing
@@ -129,6 +137,7 @@ Instruction = (
     | Drop
     | Bye
     | Refuse
+    | RefuseHost
     | Heeded
     | SetTarget
     | Stop

@@ -41,8 +41,10 @@ class Invitation:
             raise SettingsContradict(f"{path} is no invitation; copy that of the job's run directory again") from None
 
     def accept(self, path: Path, settings: Mapping[str, Any]) -> RunDir:
-        """A new run directory there, of a machine's own, by which the job is spoken with."""
-        run_dir = RunDir.create(path, {**settings, "plain_text": not self.certificates})
+        """A new run directory there, of a machine's own, by which the job is spoken with. Variables of the workers are
+        not written to it: it stays behind when who made it is killed, and they may be secret."""
+        kept = {name: value for name, value in settings.items() if name != "env"}
+        run_dir = RunDir.create(path, {**kept, "plain_text": not self.certificates})
         write_atomically(run_dir.token_file, self.token)
         if self.certificates:
             tls.write(run_dir, self.certificates)

@@ -11,7 +11,7 @@ from pathlib import Path
 from shoal.control.generation import Generation, Member
 from shoal.control.hosts import Host
 from shoal.control.instructions import Stop
-from shoal.control.membership import Life, Membership, State, Worker
+from shoal.control.membership.values import Life, Membership, State, Worker
 from shoal.control.timeouts import Timeouts
 from shoal.data import leases
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shoal.control.instructions import Granted, Instruction, Log, PassOver, Settled
-from shoal.control.membership import Membership, Outcome, State, fence
+from shoal.control.membership.values import Membership, Outcome, State
+from shoal.control.membership.workers import fence
 from shoal.data import leases
 from shoal.data.leases import Said, Wish
 from shoal.wording import counted

@@ -13,7 +13,10 @@ from pathlib import Path
 from shoal.control.generation import Generation, Member
 from shoal.control.hosts import Host, spread
 from shoal.control.instructions import Log, SetTarget, Stop
-from shoal.control.membership import ACTIVE, Life, Membership, Outcome, State, Worker, dismiss_all, number_of, shed
+from shoal.control.membership.finishing import dismiss_all
+from shoal.control.membership.target import shed
+from shoal.control.membership.values import ACTIVE, Life, Membership, Outcome, State, Worker
+from shoal.control.membership.workers import number_of
 from shoal.control.rundir import RunDir
 from shoal.data.leases import NUMBERS, Lent, Said
 from shoal.wording import counted

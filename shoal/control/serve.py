@@ -18,11 +18,12 @@ from dataclasses import replace
 from typing import get_args
 
 from shoal.control import coordinator
-from shoal.control.coordinator import Coordinator, OnError
+from shoal.control.coordinator.server import Coordinator
 from shoal.control.environment import COORDINATOR_PLUGIN
 from shoal.control.generation import MAX_SLOTS
 from shoal.control.hosts import Host
-from shoal.control.membership import Membership, found
+from shoal.control.membership.failures import OnError
+from shoal.control.membership.values import Membership, found
 from shoal.control.rundir import RunDir
 from shoal.control.timeouts import DEFAULT_BUDGET_S, Timeouts
 from shoal.errors import ShoalError

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from typing import Any
 
-from shoal.control.membership import Membership, State
+from shoal.control.hosts import slots_of
+from shoal.control.membership.values import Membership, State
 from shoal.control.protocol import FromWorker
 from shoal.control.rundir import RunDir, finite
 
@@ -18,6 +19,7 @@ class Figures:
 
     def __init__(self) -> None:
         self.pids: dict[str, int] = {}
+        self.counts: Counter[str] = Counter()  # of events of this coordinator's life, by kind
         self._beats: dict[str, Any] = {}
         self._front: Any = FromWorker().beat  # the newest of the worker that is furthest, also when all have gone
         self._samples: deque[tuple[float, int]] = deque()
@@ -86,6 +88,7 @@ class Figures:
             "loss": finite(front.loss) if front.seq else None,
             "metrics": {name: value for name, value in front.metrics.items() if finite(value) is not None},
             "target": membership.target,
+            "slots": slots_of(membership.hosts),
             "min": membership.min_size,
             "max": membership.max_size,
         }

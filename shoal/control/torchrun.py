@@ -25,7 +25,9 @@ class Torchrun:
         """None for a process that somebody else has started."""
         if "TORCHELASTIC_RUN_ID" not in env or "LOCAL_RANK" not in env:
             return None
-        round_ = "\n".join(env.get(name, "") for name in _TOGETHER)
+        # With a port of 0 nothing but the folder of its records tells two torchruns of one machine apart.
+        records = os.path.dirname(os.path.dirname(env.get("TORCHELASTIC_ERROR_FILE", "")))
+        round_ = "\n".join((*(env.get(name, "") for name in _TOGETHER), records))
         digest = hashlib.sha256(round_.encode()).hexdigest()[:32]
         size = int(env.get("LOCAL_WORLD_SIZE", "1"))
         return cls(

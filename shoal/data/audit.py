@@ -6,7 +6,7 @@ The audit compares what workers recorded (`fed`) with the order that the ledger 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +34,7 @@ class AuditReport:
     # Of the steps and samples, those of passes that learn nothing: evaluations and predictions.
     evaluated_steps: int = 0
     evaluated_samples: int = 0
+    epoch: int = field(default=0, compare=False)  # of the newest step that learned
 
     @property
     def trained_steps(self) -> int:
@@ -81,8 +82,8 @@ def audit(directory: Path, committed_seq: int | None) -> AuditReport:
         check_digests(pass_, epoch, records[here], findings)
         _check_cover(pass_, epoch, last, records[here], findings)
     own_steps, own_samples, own_skipped, own_redone = leased_audit.check(leased, passes, findings)
-    only_used = [pass_.index for pass_ in passes if not pass_.train]
-    evaluated = records[np.isin(records["pass_index"], only_used)]
+    only_used = np.isin(records["pass_index"], [pass_.index for pass_ in passes if not pass_.train])
+    evaluated, trained = records[only_used], records[~only_used]
     lines = findings.lines
     if len(lines) > _LINES_SHOWN:
         lines = [*lines[:_LINES_SHOWN], f"and {len(lines) - _LINES_SHOWN:,} more"]
@@ -96,6 +97,7 @@ def audit(directory: Path, committed_seq: int | None) -> AuditReport:
         mismatches=lines,
         evaluated_steps=len(np.unique(evaluated["seq"])),
         evaluated_samples=int((evaluated["hi"] - evaluated["lo"]).sum()),
+        epoch=int(trained["epoch"][-1]) if len(trained) else 0,
     )
 
 
@@ -122,11 +124,11 @@ def _check_steps(records: Records, findings: Findings) -> None:
             f"outside of the step [{record['step_lo']}, {record['step_hi']})"
         )
     same_seq = records["seq"][1:] == records["seq"][:-1]
-    for field in ("pass_index", "epoch", "step_lo", "step_hi", "skipped"):
-        for index in np.flatnonzero(same_seq & (records[field][1:] != records[field][:-1])):
+    for name in ("pass_index", "epoch", "step_lo", "step_hi", "skipped"):
+        for index in np.flatnonzero(same_seq & (records[name][1:] != records[name][:-1])):
             one, other = records[index], records[index + 1]
             findings.lines.append(
-                f"seq {one['seq']}: {field} is {one[field]} at {one['worker']} and {other[field]} at {other['worker']}"
+                f"seq {one['seq']}: {name} is {one[name]} at {one['worker']} and {other[name]} at {other['worker']}"
             )
 
 

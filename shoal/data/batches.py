@@ -20,6 +20,8 @@ from shoal.data.streams import Stream, StreamRequest
 from shoal.errors import DataUnusable, SettingsContradict
 from shoal.wording import counted
 
+_NEVER = object()
+
 
 @dataclass(frozen=True)
 class Fetched:
@@ -115,8 +117,9 @@ class Loader:
             read: Callable[[Any], Any] = self._source.read
             self._fetched = map(read, self._requests)
         else:
-            with self._processes.watched():
-                self._fetched = iter(self._torch_loader)
+            # Not its own way to give them, of which half the time goes to tell a profiler.
+            loader = self._torch_loader
+            self._fetched = self._processes.watched(lambda: iter(iter(loader)._next_data, _NEVER))
 
     def follow(self) -> None:
         """Read what `add` names, in that order, instead of a split."""
@@ -136,8 +139,7 @@ class Loader:
             self._added.pieces.extend(pieces)
             asked_for.pieces.extend(piece for piece in pieces if piece.hi > piece.lo)
         if self._processes:
-            with self._processes.watched():
-                self._processes.keep_asking(self.depth, lambda: asked_for.pieces)
+            self._processes.watched(lambda: self._processes.keep_asking(self.depth, lambda: asked_for.pieces))
 
     @property
     def depth(self) -> int:
@@ -158,15 +160,14 @@ class Loader:
         piece = next(self._plan, None)
         if piece is None:
             return None
-        with self._processes.watched():
-            data, ids = next(self._fetched) if piece.hi > piece.lo else (None, NO_IDS)
+        empty = (None, NO_IDS)
+        data, ids = self._processes.watched(lambda: next(self._fetched) if piece.hi > piece.lo else empty)
         assert len(ids) == piece.hi - piece.lo, f"{piece} came with {len(ids)} ids"
         return Fetched(data, ids, piece.batch, piece.lo, piece.hi, piece.micro, self._pass.accumulate)
 
     def _next_of_stream(self, stream: Stream) -> Fetched | None:
         while (piece := next(self._plan or iter(()), None)) is not None:
-            with self._processes.watched():
-                read = next(self._fetched)
+            read = self._processes.watched(lambda: next(self._fetched))
             if read.batch is not None:
                 if piece.micro == 0:
                     stream.committed_to(read.batch.epoch, read.batch.lo)

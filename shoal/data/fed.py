@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import struct
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -42,6 +43,7 @@ class Fed(NamedTuple):
 
 # In the file a record is its numbers in their order, 8 bytes each.
 _RECORD = np.dtype([(name, "<i8") for name in Fed._fields])
+_WRITTEN = struct.Struct(f"<{len(Fed._fields)}q")
 _TABLE = np.dtype([*_RECORD.descr, ("worker", object)])
 _ROLLBACKS = "rollbacks.jsonl"
 
@@ -70,7 +72,7 @@ class AuditWriter:
 
     def write(self, fed: Fed) -> None:
         """Call it before the done word is written."""
-        record = np.array(fed, _RECORD).tobytes()
+        record = _WRITTEN.pack(*fed)
         if os.write(self._fd, record) != len(record):
             raise OSError(
                 f"{self._path}: a record was cut short, the disk is full; free some space and start the job again"

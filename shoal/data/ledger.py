@@ -8,8 +8,9 @@ a new split, so that "every sample exactly once" is a property of the cursor.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
-from functools import lru_cache
+import json
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -81,6 +82,12 @@ class Pass:
                 "and drop_last leaves no step",
                 "lower the batch, accumulate or the number of workers, or set drop_last=False",
             )
+
+    @cached_property
+    def settings(self) -> str:
+        """For a statement: hosts with run directories of their own cannot look what others have declared."""
+        said = {name: value for name, value in asdict(self).items() if name != "index"}
+        return "".join(f", {json.dumps(name)}: {json.dumps(value, default=int)}" for name, value in said.items())
 
     def step_samples(self, size: int) -> int:
         """How many samples a full step of `size` workers takes."""

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from torch._C import _remove_worker_pids
 
@@ -19,6 +19,7 @@ from shoal.errors import LoaderLost
 from shoal.process import die_with
 
 _DYING_S = 1.0
+Result = TypeVar("Result")
 
 
 class LoaderProcesses:
@@ -29,17 +30,25 @@ class LoaderProcesses:
         self._what_for = what_for
         self._iterator: Any = None
         self._processes: list[BaseProcess] = []
+        self._before: Any = None  # who handled the end of a child before, while this does
+        self._handles = False
+        self._ended = True  # perhaps: a child of this process has, or nobody would tell
+        self._inside = False  # of `watched`
 
     def __bool__(self) -> bool:
         return bool(self._processes)
 
     def take_over(self, iterator: Any) -> None:
         """torch no longer watches over them: its handler of SIGCHLD would raise wherever the thread is, in the middle
-        of a commit too."""
+        of a commit too. Other threads than the main one cannot ask to be told, and look each time."""
         _remove_worker_pids(id(iterator))
         iterator._worker_pids_set = False
         self._iterator = iterator
         self._processes = list(iterator._workers)
+        if threading.current_thread() is threading.main_thread():
+            # Once for all batches: to ask and to look at each of them would take longer than to get it.
+            self._before, self._handles = signal.getsignal(signal.SIGCHLD), True
+            signal.signal(signal.SIGCHLD, self._child_ended)
 
     def keep_asking(self, depth: int, anything_left: Callable[[], object]) -> None:
         """Send requests until `depth` of them are in flight. torch asks for one more with each batch that it gives, and
@@ -47,16 +56,20 @@ class LoaderProcesses:
         while anything_left() and in_flight(self._iterator) < depth:
             self._iterator._try_put_index()
 
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """LoaderLost when one has ended, before or inside."""
+    def watched(self, act: Callable[[], Result]) -> Result:
+        """What `act` returns; LoaderLost when one has ended, before or meanwhile. Not a context manager: what a signal
+        raises while one is being left comes by its `except`."""
         if not self._processes:
-            yield
-            return
+            return act()
         try:
-            with _on_end_of_a_child(self._wake_if_one_ended):
-                self._wake_if_one_ended()
-                yield
+            try:
+                self._inside = True
+                if self._ended:
+                    self._ended = not self._handles
+                    self._wake_if_one_ended()
+                return act()
+            finally:
+                self._inside = False
         except (_LoaderEnded, RuntimeError, OSError, EOFError):
             # Its sockets close before it is dead, and its sentinel closes with them.
             dying = wait([process.sentinel for process in self._processes], timeout=_DYING_S)
@@ -77,13 +90,31 @@ class LoaderProcesses:
         except LoaderLost:
             # One that was killed may have held a lock, for which torch's way to end them would wait for ever.
             self._iterator._shutdown = True
+            if (pinning := getattr(self._iterator, "_pin_memory_thread_done_event", None)) is not None:
+                pinning.set()
+            for requests in self._iterator._index_queues:
+                requests.cancel_join_thread()
+                requests.close()
             for process in self._processes:
                 process.kill()
                 process.join()
         self._iterator = None
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if self._handles and in_main_thread and signal.getsignal(signal.SIGCHLD) == self._child_ended:
+            signal.signal(signal.SIGCHLD, self._before)
+
+    def _child_ended(self, signum: int, frame: FrameType | None) -> None:
+        self._ended = True
+        try:
+            if callable(self._before):
+                self._before(signum, frame)
+        finally:
+            if self._inside:
+                self._wake_if_one_ended()
 
     def _wake_if_one_ended(self) -> None:
         if any(process.exitcode is not None for process in self._processes):
+            self._inside = False  # the end of another says nothing new, and would come where nobody expects it
             raise _LoaderEnded
 
     def _raise_if_one_ended(self) -> None:
@@ -131,28 +162,3 @@ def enter(parent_pid: int, in_child: Callable[[], None] | None, loader_index: in
 
 class _LoaderEnded(BaseException):
     """Not an Exception: torch catches those, and then waits for a lock that a killed process may have held."""
-
-
-@contextmanager
-def _on_end_of_a_child(call: Callable[[], None]) -> Iterator[None]:
-    """Inside, `call` when a child process ends. Other threads than the main one cannot ask for that, and find out when
-    torch looks for itself, every five seconds."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def handler(signum: int, frame: FrameType | None) -> None:
-        if callable(before):
-            before(signum, frame)
-        try:
-            call()
-        except BaseException:
-            signal.signal(signal.SIGCHLD, before)  # it may have come while the handler was being put back
-            raise
-
-    before = signal.getsignal(signal.SIGCHLD)
-    signal.signal(signal.SIGCHLD, handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGCHLD, before)

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 
 from shoal import errors
 from shoal.control import commands
-from shoal.control.coordinator import OnError
+from shoal.control.membership.failures import OnError
 from shoal.control.rundir import RunDir
 from shoal.control.timeouts import Timeouts
+from shoal.launch.exits import Exit
 from shoal.launch.hosts import HostSpec
-from shoal.launch.launcher import Exit
 from shoal.launch.relaunch import GiveUp, Succession
 from shoal.launch.settings import Size
 

@@ -8,7 +8,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,20 @@ from shoal import errors
 from shoal.control import commands
 from shoal.control.environment import WorkerEnvironment
 from shoal.control.invitation import certificates_of
+from shoal.control.membership.values import ACTIVE, State
 from shoal.control.rundir import Committed, RunDir
 from shoal.control.timeouts import Timeouts
 from shoal.control.tls import LOOPBACK
+from shoal.launch.host import LAST_WORD_S
 from shoal.launch.hosts import HostSpec, own_address, parse_hosts, parse_lines
 from shoal.launch.relaunch import CoolDown
 from shoal.launch.remote import Reach, RemoteHost, Told, reached_by
 from shoal.launch.screen import Screen
 from shoal.launch.settings import JobSettings
 from shoal.launch.tasks import Tasks
+from shoal.wording import counted
+
+_REMEMBERED = 64  # hosts that have come and gone
 
 
 class Discovery:
@@ -91,15 +96,15 @@ def fleet_of(settings: JobSettings, run_dir: RunDir, environment: WorkerEnvironm
     )
     discovery = Discovery(Path(settings.discover), settings.timeouts) if settings.discover else None
     follow = (settings.min, settings.max) if discovery is not None and settings.follows_slots else None
-    return Fleet(specs, told, reach, run_dir, settings.timeouts, discovery, follow)
+    return Fleet(specs, told, reach, run_dir, settings.timeouts, discovery, follow, settings.target)
 
 
 class Fleet:
     """Keeps a launcher on every host. `told` is what each of them is told, beside its name and slots.
 
     A host that cannot be used when the job begins ends it, by `on_unusable`; later such a host rests for a while. With
-    `discovery`, hosts that appear are used and those that vanish are let go; with `follow`, the number of workers
-    follows the number of slots between these two.
+    `discovery`, hosts that appear are used and those that vanish are let go, the last of them when others have the
+    state of the job; with `follow`, the number of workers follows the number of slots between these two.
     """
 
     def __init__(
@@ -111,6 +116,7 @@ class Fleet:
         timeouts: Timeouts,
         discovery: Discovery | None = None,
         follow: tuple[int, int] | None = None,
+        target: int = 0,
     ) -> None:
         self.founders = tuple(specs)
         self._specs = {spec.name: spec for spec in specs}
@@ -120,13 +126,17 @@ class Fleet:
         self._remotes: dict[str, RemoteHost] = {}
         self._keeping: dict[str, asyncio.Task[Any]] = {}
         self._committed: list[Committed] = []
+        self._founding = set(self._specs)  # without these the job does not begin
+        self._last: Set[str] = set()  # hosts that are gone from the list, and alone have the state
+        self._unlisted: Set[str] = set()  # as the coordinator was told
+        self._wanted = target if target == self._from_slots() else None  # as it was told
         self._stopping = False
 
     def start(self, tasks: Tasks, screen: Screen, on_unusable: Callable[[errors.ShoalError], None]) -> None:
         """The coordinator serves by now."""
         self._tasks, self._screen, self._on_unusable = tasks, screen, on_unusable
         for spec in self.founders:
-            self._keeping[spec.name] = tasks.spawn(self._keep(spec.name, founder=True))
+            self._keeping[spec.name] = tasks.spawn(self._keep(spec.name))
         if self._discovery is not None:
             tasks.spawn(self._discover(self._discovery))
 
@@ -149,7 +159,7 @@ class Fleet:
         """After the tasks were cancelled, and with them every process that was left. The newest commit of them all."""
         return max(self._committed, key=lambda committed: committed.seq, default=None)
 
-    async def _keep(self, name: str, founder: bool = False) -> None:
+    async def _keep(self, name: str) -> None:
         while not self._stopping and name in self._specs:
             spec = self._specs[name]
             told = replace(self._told, host=name, slots=spec.slots, address=self._address())
@@ -163,10 +173,12 @@ class Fleet:
                     self._committed.append(remote.committed)
             if self._stopping or name not in self._specs:
                 return
+            if end.error is None:
+                await asyncio.sleep(LAST_WORD_S)  # it may have heard of the job's end before this process does
             error = end.error or errors.HostLost(f"{name}: its launcher ended")
-            if founder and not end.up:
+            if name in self._founding and not end.up:
                 return self._on_unusable(error)
-            founder = False
+            self._founding.discard(name)
             self._cool_down, rest_s = self._cool_down.on_end(name, end.lived_s if end.up else 0.0)
             self._screen.say(f"{error}; it is tried again in {rest_s:g} s")
             await asyncio.sleep(rest_s)
@@ -175,6 +187,29 @@ class Fleet:
         return self._run_dir.address() or self._told.address
 
     # ---- hosts come and go
+
+    async def _kept(self, listed: Set[str]) -> dict[str, HostSpec]:
+        """Those hosts that are not listed any more and cannot go yet, since no other has the state of the job; with one
+        worker."""
+        going = {name: self._specs[name] for name in sorted(self._specs.keys() - listed)}
+        last, self._last = self._last, set()
+        if not going:
+            return {}
+        try:
+            status = await asyncio.to_thread(commands.status, self._run_dir, self._timeouts.command_s)
+        except errors.ShoalError:
+            self._last = last
+            return going  # asked again with the next list
+        holding = {worker["host"] for worker in status["workers"] if worker["state"] == State.MEMBER.value}
+        if not holding and status["phase"] in ("running", "paused"):
+            self._last = last
+            return going  # all of them are dead, and the next go on from the memory of one of these
+        if holding - (self._keeping.keys() - listed):
+            return {}
+        self._last = (holding | last) & going.keys()
+        for name in sorted(self._last - last):
+            self._screen.say(f"{name} is gone from the list of hosts; it stays until another has the state of the job")
+        return {name: replace(going[name], slots=1) for name in sorted(self._last)}
 
     async def _discover(self, discovery: Discovery) -> None:
         complained = ""
@@ -190,12 +225,16 @@ class Fleet:
             complained = ""
             await self._change({spec.name: spec for spec in found})
 
-    async def _change(self, found: Mapping[str, HostSpec]) -> None:
-        before, self._specs = self._specs, dict(found)
+    async def _change(self, listed: Mapping[str, HostSpec]) -> None:
+        self._founding &= listed.keys()
+        found = await self._kept(listed.keys()) | dict(listed)
+        before, self._specs = self._specs, found
         for name in before.keys() - found.keys():
-            self._screen.say(f"{name} is gone from the list of hosts: its workers leave")
-            if name in self._remotes:
-                self._remotes[name].set_slots(0)
+            remote = self._remotes.get(name)
+            leaves = ": its workers leave" if remote is not None and remote.up else ""
+            self._screen.say(f"{name} is gone from the list of hosts{leaves}")
+            if remote is not None:
+                remote.set_slots(0)
             else:
                 self._keeping[name].cancel()  # it rests
         for name, spec in found.items():
@@ -204,12 +243,39 @@ class Fleet:
                 if spec.slots != before[name].slots and name in self._remotes:
                     self._remotes[name].set_slots(spec.slots)
             elif task is None or task.done():
-                self._screen.say(f"{name} is a new host, with {spec.slots} slots")
+                self._screen.say(f"{name} is a new host, with {counted(spec.slots, 'slot')}")
                 self._keeping[name] = self._tasks.spawn(self._keep(name))
             else:
                 self._remotes[name].set_slots(spec.slots)  # it was about to leave
-        if self._follow is not None and dict(before) != self._specs:
-            low, high = self._follow
-            target = min(max(sum(spec.slots for spec in found.values()), low), high)
-            with contextlib.suppress(errors.ShoalError):  # told again with the next change
-                await asyncio.to_thread(commands.scale, self._run_dir, target, self._timeouts.command_s)
+        with contextlib.suppress(errors.ShoalError):  # told and asked again with the next list
+            await self._tell_unlisted(self._keeping.keys() - listed.keys())
+            await self._follow_slots()
+
+    async def _tell_unlisted(self, names: Set[str]) -> None:
+        """What these hosts still have does not count any more, and those that never came are awaited no longer."""
+        if names != self._unlisted:
+            await asyncio.to_thread(commands.unlisted, self._run_dir, names, self._timeouts.command_s)
+            self._unlisted = frozenset(names)
+        ended = [name for name in self._keeping if name not in self._specs and self._keeping[name].done()]
+        for name in ended[:-_REMEMBERED]:  # by now the coordinator has lost them
+            del self._keeping[name]
+
+    def _from_slots(self) -> int | None:
+        """How many workers follow from the slots; None if they do not."""
+        if self._follow is None:
+            return None
+        low, high = self._follow
+        slots = sum(spec.slots for name, spec in self._specs.items() if name not in self._last)
+        return min(max(slots, low), high)
+
+    async def _follow_slots(self) -> None:
+        wanted = self._from_slots()
+        if wanted is None or wanted == self._wanted:
+            return
+        status = await asyncio.to_thread(commands.status, self._run_dir, self._timeouts.command_s)
+        active = [it for it in status["workers"] if it["state"] in [state.value for state in ACTIVE]]
+        if wanted < status["target"] and len(active) > wanted:
+            return  # hosts let go of theirs first: the coordinator would choose others, and perhaps all with the state
+        if wanted != status["target"]:
+            await asyncio.to_thread(commands.scale, self._run_dir, wanted, self._timeouts.command_s)
+        self._wanted = wanted

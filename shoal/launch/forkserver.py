@@ -34,7 +34,7 @@ from typing import Any
 
 from shoal import errors
 from shoal.control.environment import WorkerEnvironment
-from shoal.launch.launcher import Exit
+from shoal.launch.exits import Exit
 from shoal.process import die_with
 from shoal.train.failure import last_words, one_line
 
@@ -61,8 +61,14 @@ class ForkServer:
     server itself ends; its workers are dead or dying by then."""
 
     def __init__(
-        self, log: Path, on_exited: Callable[[Exit], None], on_lost: Callable[[errors.ForkServerLost], None]
+        self,
+        log: Path,
+        on_exited: Callable[[Exit], None],
+        on_lost: Callable[[errors.ForkServerLost], None],
+        env: Mapping[str, str],
     ) -> None:
+        """`env`: what the server, and so each worker, has beside what this process has; libraries look there when they
+        are imported."""
         self._on_exited = on_exited
         self._on_lost = on_lost
         self._log = log
@@ -79,8 +85,9 @@ class ForkServer:
                 stderr=output,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C in the terminal reaches the launcher only, which drains
-                # numpy's OpenBLAS would start its threads on import
-                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+                # numpy's OpenBLAS would start its threads on import. Where somebody names a number, each worker has as
+                # many: it ends them before a fork, and starts them again when they are needed.
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1", **env},
             )
         asyncio.get_running_loop().add_reader(self._sock, self._read)
 
@@ -280,7 +287,11 @@ def main() -> None:
     try:
         _preload()
     except ImportError as problem:
-        sock.send(json.dumps({"failed": f"torch or shoal does not import here: {one_line(problem)}"}).encode())
+        sock.send(
+            json.dumps(
+                {"failed": f"torch or shoal does not import here: {one_line(problem)}; {sys.executable} must have both"}
+            ).encode()
+        )
         raise
     sock.send(json.dumps({"ready": len(os.listdir("/proc/self/task"))}).encode())
     request, channel = _serve(sock)

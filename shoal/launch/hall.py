@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal import errors
+from shoal.launch.exits import Exit
 from shoal.launch.forkserver import PACKET_BYTES, Request
-from shoal.launch.launcher import Exit
 from shoal.launch.local import LocalLauncher
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid

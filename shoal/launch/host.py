@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 
 from shoal import errors
 from shoal.control.client import LauncherClient
-from shoal.control.coordinator import OnError
 from shoal.control.environment import WorkerEnvironment
 from shoal.control.generation import MAX_SLOTS
 from shoal.control.instructions import SetTarget, Stop
-from shoal.control.membership import REFUSABLE
+from shoal.control.membership.failures import REFUSABLE, OnError
 from shoal.control.rundir import Committed, RunDir
 from shoal.control.timeouts import Timeouts
-from shoal.launch.launcher import Exit, Failure, Launcher
+from shoal.launch.exits import Exit, Failure
+from shoal.launch.local import LocalLauncher
 from shoal.launch.relaunch import GiveUp, Relaunch, Start, ends_job
 from shoal.launch.tasks import Tasks
 
@@ -101,7 +101,7 @@ class HostKeeper:
         timeouts: Timeouts,
         relaunch: Relaunch,
         on_error: OnError,
-        make_launcher: Callable[..., Launcher],
+        make_launcher: Callable[..., LocalLauncher],
         owner: Owner,
         tasks: Tasks,
     ) -> None:

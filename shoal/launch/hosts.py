@@ -62,6 +62,10 @@ def parse_lines(lines: Iterable[str], called: str) -> tuple[HostSpec, ...]:
 
 
 def _parse(text: str, where: str) -> HostSpec:
+    if "[" in text or "::" in text or text.count(":") > 2:
+        raise errors.SettingsContradict(
+            f"{where}: {text!r}: IPv6 addresses are not supported yet; write IPv4 or a name"
+        )
     found = _LINE.fullmatch(text)
     address, _, label = (found[1] if found else "").partition("/")
     slots = (found[2] if found else None) or "1"
@@ -101,5 +105,6 @@ def own_address(towards: str) -> str:
             return str(probe.getsockname()[0])
     except OSError as problem:
         raise errors.HostUnusable(
-            f"{towards} cannot be reached: {problem.strerror or problem}; check its name"
+            f"{towards} cannot be reached: {problem.strerror or problem}; check its name, or, if only ssh knows the "
+            "way, give --address IP, by which it reaches this machine"
         ) from None

@@ -11,16 +11,15 @@ from dataclasses import dataclass
 
 from shoal import checkpoints, errors
 from shoal.control import commands
-from shoal.control.coordinator import OnError
 from shoal.control.environment import WorkerEnvironment
+from shoal.control.membership.failures import OnError
 from shoal.control.rundir import Committed, RunDir
 from shoal.control.timeouts import Timeouts
 from shoal.launch.coordinator import CoordinatorKeeper
 from shoal.launch.fleet import Fleet
 from shoal.launch.heir import Inherited
 from shoal.launch.host import Ending, HostKeeper, Owner, Place
-from shoal.launch.launcher import Launcher
-from shoal.launch.local import clear_shared_memory
+from shoal.launch.local import LocalLauncher, clear_shared_memory
 from shoal.launch.output import Output
 from shoal.launch.relaunch import Relaunch
 from shoal.launch.screen import Screen
@@ -72,7 +71,7 @@ class Job(Owner):
         self._log_limit_bytes = log_limit_bytes
         self._ending: Ending | None = None
 
-    async def run(self, make_launcher: Callable[..., Launcher]) -> Ending:
+    async def run(self, make_launcher: Callable[..., LocalLauncher]) -> Ending:
         """Run the job to its end. `make_launcher` is called with on_exit, on_failure and on_lost.
 
         When this returns or raises, no process of the job is left.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import select
 import signal
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,8 +18,9 @@ from typing import Any, Protocol
 from shoal import errors
 from shoal.control.environment import WorkerEnvironment
 from shoal.control.rundir import Committed, finite
+from shoal.launch.exits import Evidence, Exit, Failure
 from shoal.launch.forkserver import PACKET_BYTES, ForkServer, Request
-from shoal.launch.launcher import Evidence, Exit, Failure, Launcher
+from shoal.launch.settings import JobSettings
 from shoal.sync.memory import create
 
 # A death is told at once; how it came about is worth this short a wait for the fork server's word.
@@ -127,8 +129,10 @@ class Server(Protocol):
     def close(self) -> None: ...
 
 
-class LocalLauncher(Launcher):
-    """Workers of one machine, all of the same script."""
+class LocalLauncher:
+    """Starts and stops the workers of one machine, all of the same script. Every worker ends in exactly one call of
+    `on_exit`, after which its process is certainly dead; what it said before it failed comes first, by `on_failure`.
+    `on_lost` is called when the launcher itself cannot go on."""
 
     def __init__(
         self,
@@ -140,9 +144,14 @@ class LocalLauncher(Launcher):
         on_exit: Callable[[Exit], None],
         on_failure: Callable[[Failure], None],
         on_lost: Callable[[errors.ShoalError], None],
+        env: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(on_exit, on_failure, on_lost)
+        """`env`: what workers have beside what this process has."""
+        self.on_exit = on_exit
+        self.on_failure = on_failure
+        self.on_lost = on_lost
         self._script, self._args, self._logs = script, tuple(args), logs
+        self._env = dict(env or {})
         self._memory = HeldMemory(memory_limit_bytes)
         self._workers: dict[str, _Worker] = {}
         self._answers: set[asyncio.Task[None]] = set()
@@ -150,13 +159,16 @@ class LocalLauncher(Launcher):
         self._server: Server | None = None
 
     async def open(self) -> None:
+        """Make ready to start workers. Fails with a ShoalError that says why it cannot."""
         self._server = self._make_server()
         await self._server.ready()
 
     def _make_server(self) -> Server:
-        return ForkServer(self._logs / "forkserver.log", self._on_reaped, self.on_lost)
+        return ForkServer(self._logs / "forkserver.log", self._on_reaped, self.on_lost, self._env)
 
     async def start(self, environment: WorkerEnvironment) -> int:
+        """Start the worker of that name, which nobody has started before; its pid, for people to read. Fails with a
+        ShoalError if the machine refuses."""
         assert self._server is not None, "open() comes first"
         worker_id = environment.worker_id
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -164,7 +176,7 @@ class LocalLauncher(Launcher):
             worker_id=worker_id,
             script=str(self._script),
             args=self._args,
-            env=environment.to_env(),
+            env={**self._env, **environment.to_env()},
             log=str(self._logs / f"{worker_id}.log"),
         )
         try:
@@ -182,18 +194,21 @@ class LocalLauncher(Launcher):
         return pid
 
     def signal(self, worker_id: str, signum: int) -> None:
+        """Send a signal; a worker that is gone already is left alone."""
         worker = self._workers.get(worker_id)
         if worker is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(worker.pidfd, signum)
 
     async def fence(self, worker_id: str) -> None:
+        """Return once the worker can write nothing any more: killed, and seen to be dead."""
         worker = self._workers.get(worker_id)
         if worker is not None:
             self.signal(worker_id, signal.SIGKILL)
             await worker.dead.wait()
 
     def evidence(self, worker_id: str) -> Evidence | None:
+        """What is known of its life now; None when it is gone."""
         worker = self._workers.get(worker_id)
         if worker is None:
             return None
@@ -208,6 +223,7 @@ class LocalLauncher(Launcher):
         return Evidence(worker_id, cpu_s, stopped=fields[0] in "Tt")
 
     async def stop(self, grace_s: float, busy: Callable[[], bool] = lambda: False) -> None:
+        """Ask every worker to leave, and end after `grace_s` those that have not, but not while `busy()`."""
         workers = list(self._workers.values())
         for worker in workers:
             self.signal(worker.worker_id, signal.SIGTERM)
@@ -221,6 +237,8 @@ class LocalLauncher(Launcher):
         await self._all_dead(workers, _KILL_WAIT_S)
 
     async def close(self) -> Committed | None:
+        """End whatever is left: nothing this launcher started lives on. What the job had committed by then, if
+        anything."""
         workers = list(self._workers.values())
         for worker in workers:
             self.signal(worker.worker_id, signal.SIGKILL)
@@ -303,3 +321,17 @@ class LocalLauncher(Launcher):
         with contextlib.suppress(ConnectionError):  # it died meanwhile
             if not worker.dead.is_set():
                 socket.send_fds(worker.channel, [json.dumps(reply).encode()], fds)
+
+
+def launcher_of(
+    settings: JobSettings, logs: Path, launcher: Callable[..., LocalLauncher]
+) -> Callable[..., LocalLauncher]:
+    """For the workers of this job; to be called with on_exit, on_failure and on_lost."""
+    return functools.partial(
+        launcher,
+        Path(settings.script),
+        list(settings.args),
+        logs,
+        memory_limit_bytes=settings.memory_bytes,
+        env=settings.env,
+    )

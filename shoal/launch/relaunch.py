@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from shoal import errors
-from shoal.control.coordinator import OnError
-from shoal.launch.launcher import Exit, Failure
+from shoal.control.membership.failures import OnError
+from shoal.launch.exits import Exit, Failure
 from shoal.wording import counted
 
 

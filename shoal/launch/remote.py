@@ -16,6 +16,7 @@ import contextlib
 import json
 import os
 import shlex
+import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -90,9 +91,10 @@ class RemoteHost:
         self.committed: Committed | None = None
         self._told, self._reach, self._timeouts, self._screen = told, reach, timeouts, screen
         self._process: asyncio.subprocess.Process | None = None
+        self._unsaid = [told.to_line()]  # until there is a process
         self._error: errors.ShoalError | None = None
         self._complaints: deque[str] = deque(maxlen=20)
-        self._up = False
+        self.up = False
 
     async def run(self, address: Callable[[], str]) -> End:
         """Until the process has ended. `address`: of the coordinator, now."""
@@ -111,7 +113,8 @@ class RemoteHost:
         except OSError as problem:
             why = f"{self.spec.name}: {command[0]} cannot be run: {problem.strerror}; see --ssh"
             return End(False, errors.HostUnusable(why), 0.0)
-        self._write(self._told.to_line())
+        for line in self._unsaid:
+            self._write(line)
         others = [asyncio.ensure_future(work) for work in (self._ping(address), self._read_complaints(process))]
         try:
             await self._listen(process)
@@ -121,7 +124,7 @@ class RemoteHost:
             await asyncio.wait(others, timeout=1.0)
             for other in others:
                 other.cancel()
-        return End(self._up, self._error or self._blamed(process.returncode), loop.time() - began_s)
+        return End(self.up, self._error or self._blamed(process.returncode), loop.time() - began_s)
 
     def set_slots(self, slots: int) -> None:
         """From now on; with none, its workers leave and then the process ends."""
@@ -132,7 +135,9 @@ class RemoteHost:
         self._write(line_of({"stop": grace_s}))
 
     def _write(self, line: bytes) -> None:
-        if self._process is not None and self._process.stdin is not None:
+        if self._process is None:
+            self._unsaid.append(line)
+        elif self._process.stdin is not None:
             with contextlib.suppress(OSError, RuntimeError):  # it has ended
                 self._process.stdin.write(line)
 
@@ -150,7 +155,7 @@ class RemoteHost:
     async def _listen(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None
         while True:
-            patience_s = self._timeouts.cut_off_s if self._up else self._timeouts.join_s + self._timeouts.cut_off_s
+            patience_s = self._timeouts.cut_off_s if self.up else self._timeouts.join_s + self._timeouts.cut_off_s
             try:
                 line = await asyncio.wait_for(process.stdout.readline(), patience_s)
             except asyncio.TimeoutError:
@@ -173,7 +178,7 @@ class RemoteHost:
         elif "say" in said:
             self._screen.say(str(said["say"]))
         elif "up" in said:
-            self._up = True
+            self.up = True
         elif "error" in said:
             self._error = errors.named(*said["error"])
         elif "committed" in said:
@@ -194,17 +199,23 @@ class RemoteHost:
         """What the exit status and the last words mean, of a process that did not say so itself."""
         if code == 0:
             return None
-        last = next((line for line in reversed(self._complaints) if line), f"exit status {code}")[:300]
         name, where = self.spec.name, self.spec.where
-        if self._up:
+        status = f"exit status {code}"
+        if code is not None and code < 0:
+            program = self._reach.ssh[0] if where else "python"
+            status = f"{program} was ended by signal {-code} ({signal.strsignal(-code)})"
+        last = next((line for line in reversed(self._complaints) if line), status)[:300]
+        if self.up:
             return errors.HostLost(f"{name}: its launcher ended: {last}")
         if where and code == 255:
             return errors.HostUnusable(
                 f"{name}: {last}; `{shlex.join(self._reach.ssh)} {where}` must work without asking"
             )
-        if "No module named shoal" in last or code == 127:
+        if "No module named" in last or code == 127:
             python = self._reach.python if where else sys.executable
-            return errors.HostUnusable(f"{name}: {last}; {python} must be there and have shoal, see --remote-python")
+            return errors.HostUnusable(
+                f"{name}: {last}; {python} must be there and have shoal with what it needs, see --remote-python"
+            )
         return errors.HostUnusable(f"{name}: {last}")
 
 
@@ -213,13 +224,19 @@ def line_of(said: Mapping[str, Any]) -> bytes:
 
 
 def reached_by(ssh: Sequence[str], where: str) -> str:
-    """The address that ssh would connect to, for a name that may be known to its configuration only."""
+    """The address that ssh would connect to, for a name that may be known to its configuration only. Raises
+    SettingsContradict if there is no such ssh."""
     import subprocess
 
     host = where.rpartition("@")[2]
     try:
         shown = subprocess.run([*ssh, "-G", where], capture_output=True, text=True, timeout=10, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
+    except OSError as problem:
+        program = ssh[0] if ssh else "''"
+        raise errors.SettingsContradict(
+            f"--ssh {program} cannot be run: {problem.strerror}; name an ssh client, with the options it needs"
+        ) from None
+    except subprocess.SubprocessError:
         return host
     named = (line.split(None, 1)[1] for line in shown.splitlines() if line.startswith("hostname "))
     return next(named, host)

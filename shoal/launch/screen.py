@@ -87,7 +87,7 @@ def transition_line(event: Mapping[str, Any]) -> str | None:
         return f"{_OF_THE_COORDINATOR[event['event']]} {event['text']}"
     if event["event"] == "host_lost":
         return f"host lost: {event['text']}"
-    if event["event"] == "host":
+    if event["event"] in ("host", "host_refused"):
         return str(event["text"])
     if event["event"] == "scaled":
         return f"scaled: {event['text']}"

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import ipaddress
 import math
+import os
 import re
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from shoal import __version__, errors
 from shoal.checkpoints import DEFAULT_EVERY, DEFAULT_KEEP, Every
 from shoal.control import prometheus
-from shoal.control.coordinator import OnError
+from shoal.control.environment import WorkerEnvironment
 from shoal.control.generation import MAX_SLOTS
+from shoal.control.membership.failures import OnError
 from shoal.control.timeouts import DEFAULT_BUDGET_S, Timeouts
 from shoal.launch.hosts import parse_hosts
 from shoal.launch.relaunch import Relaunch, default_restarts
@@ -25,6 +27,7 @@ from shoal.wording import counted
 _OLDEST = "0.2.0"
 # What the command line finds out by itself.
 _MAX_THREADS = 1024
+_MOST_ENV_BYTES = 32 * 1024  # it goes with others into one packet of a socket
 _FOUND_OUT = {"script", "args", "cwd", "min", "max", "target", "follows_slots", "version"}
 
 
@@ -86,6 +89,7 @@ class JobSettings:
     address: str = ""  # of this machine, for other hosts
     ssh: str = "ssh"
     remote_python: str = ""
+    env: dict[str, str] = field(default_factory=dict)  # of workers on every host, over what they have there
     own_dirs: bool = False  # of hosts, also where they see the job's
     follows_slots: bool = False  # the number of workers is that of the slots, as hosts come and go
     tls: str = ""  # the folder of certificates; none: the job makes its own where it serves other hosts
@@ -132,6 +136,7 @@ class JobSettings:
                 )
         if self.address:
             _check_address(self.address)
+        _check_env(self.env)
 
     @classmethod
     def names(cls) -> set[str]:
@@ -166,6 +171,17 @@ class JobSettings:
         budget = self.restarts if self.restarts is not None else default_restarts(self.target)
         return Relaunch(budget, first_delay_s=self.backoff_s)
 
+    @property
+    def environment(self) -> WorkerEnvironment:
+        """What workers are told on every host, whoever brought it."""
+        return WorkerEnvironment(
+            threads=self.threads or 0,
+            pin=self.pin,
+            device=self.device,
+            checkpoint_every=self.checkpoint_every,
+            checkpoint_keep=self.checkpoint_keep,
+        )
+
 
 def _check_address(address: str) -> None:
     try:
@@ -178,6 +194,22 @@ def _check_address(address: str) -> None:
         ) from None
     if ip.is_unspecified:
         raise errors.SettingsContradict(f"--address {address} is every network; name one address of this machine")
+
+
+def _check_env(env: Mapping[str, str]) -> None:
+    """What it says names no value, which may be secret."""
+    for name, value in env.items():
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) or not isinstance(value, str):
+            raise errors.SettingsContradict(f"--env {name} is no variable; write --env NAME, or --env NAME=VALUE")
+        if "\0" in value:
+            raise errors.SettingsContradict(f"--env {name} has a zero byte, which ends a variable; leave it out")
+        if name.startswith("SHOAL_"):
+            raise errors.SettingsContradict(f"--env {name}: what begins with SHOAL_ is shoal's own; leave it out")
+    size_bytes = sum(len(os.fsencode(name + value)) for name, value in env.items())
+    if size_bytes > _MOST_ENV_BYTES:
+        raise errors.SettingsContradict(
+            f"--env has {size_bytes:,} bytes in all; {_MOST_ENV_BYTES:,} at most, put more into a file"
+        )
 
 
 def refuse_newer(values: Mapping[str, Any]) -> None:

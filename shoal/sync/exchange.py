@@ -72,8 +72,12 @@ class Exchange:
         cut = Cut.of(layout, group.places.members)
         table, mine = cut.table, cut.table.parts_of(group.slot)
         self.ranges = owned(layout, mine.start, mine.stop, table.parts)
+        # Where the sums are made. A worker that is alone on its host has its part of them in its lane already, which is
+        # written to by the next backward only; with others, they would read there what is summed.
         self._buffers = {
-            it.segment: (it.lo, torch.empty(it.hi - it.lo, dtype=layout.segments[it.segment].dtype))
+            it.segment: (it.lo, lanes[0].flat[it.segment][it.lo : it.hi])
+            if len(lanes) == 1
+            else (it.lo, torch.empty(it.hi - it.lo, dtype=layout.segments[it.segment].dtype))
             for it in self.ranges
         }
         self._pieces = {chunk: cut.pieces[chunk] for chunk in table.chunks_of(group.slot)}
@@ -155,11 +159,15 @@ class Exchange:
         for slot in self._group.near:
             there &= words.get(slot, w.WRITTEN) if words.get(slot, w.WRITTEN_OF) == step else 0
         fence()
-        for chunk in [chunk for chunk, bits in self._left.items() if bits & there == bits]:
-            piece = self._pieces[chunk]
-            _add(self._values[chunk], [lane.flat[piece.segment][piece.lo : piece.hi] for lane in self._lanes])
-            self._sums.give(chunk)
+        chunks = [chunk for chunk, bits in self._left.items() if bits & there == bits]
+        for chunk in chunks:
             del self._left[chunk]
+            if len(self._lanes) > 1:
+                piece = self._pieces[chunk]
+                _add(self._values[chunk], [lane.flat[piece.segment][piece.lo : piece.hi] for lane in self._lanes])
+                self._sums.give([chunk])
+        if chunks and len(self._lanes) == 1:
+            self._sums.give(chunks)
 
     # Around the ready words.
 
@@ -205,7 +213,7 @@ class Exchange:
                 fault_point("reduce")
             for target, parts in self._work[chunk]:
                 _add(target, parts)
-            self._sums.give(chunk)
+            self._sums.give([chunk])
         if not left:
             fault_point("reduce")
         self._left = {}
@@ -218,8 +226,7 @@ class Exchange:
         step = tag(self._group.generation.number, self._seq)
         gave = {self._words.get(slot, w.GAVE) == step for slot in self._group.slots}
         if gave == {True}:
-            for chunk in self._left:
-                self._sums.give(chunk)  # whatever it holds
+            self._sums.give(list(self._left))  # whatever they hold
             self._left = {}
             for _ in self._sums.take():
                 pass
@@ -234,7 +241,8 @@ def _add(target: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
     if not parts:
         target.zero_()
     elif len(parts) == 1:
-        target.copy_(parts[0])
+        if parts[0].data_ptr() != target.data_ptr():
+            target.copy_(parts[0])
     else:
         torch.add(parts[0], parts[1], out=target)
         for part in parts[2:]:

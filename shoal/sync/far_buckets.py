@@ -11,10 +11,12 @@ from dataclasses import dataclass
 
 from shoal.sync.layout import Layout, element_bytes
 from shoal.sync.ranges import Range
+from shoal.wording import counted
 
 MOST = 64  # that fit into a word, a bit for each
 CANDIDATES = (1, 8, 16, 32)
-_STEPS = 4  # with each candidate; the first of them is not counted
+_STEPS = 6  # with each candidate, by two: the first of two still waits for what the one before has left on its way
+_ALIKE = 1.02  # what takes no longer than that times the quickest is as quick
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,8 @@ class FarBuckets:
 
 
 class Tuning:
-    """Which candidate a step is made with: each is tried, then the quickest is kept."""
+    """Which candidate a step is made with: they are tried in turns, so that a machine that gets slower meanwhile is so
+    for all of them, then the quickest is kept; of several that are as quick, the one with the fewest buckets."""
 
     def __init__(self) -> None:
         self.took_s: list[list[float]] = [[] for _ in CANDIDATES]
@@ -97,13 +100,14 @@ class Tuning:
 
     def next(self) -> int:
         if not self.settled:
-            return next(index for index, one in enumerate(self.took_s) if len(one) < _STEPS)
-        return min(range(len(CANDIDATES)), key=self.median_s)
+            return min(range(len(CANDIDATES)), key=lambda candidate: len(self.took_s[candidate]) // 2)
+        took_s = [self.median_s(candidate) for candidate in range(len(CANDIDATES))]
+        return next(at for at, one_s in enumerate(took_s) if one_s <= _ALIKE * min(took_s))
 
     def median_s(self, candidate: int) -> float:
-        counted = sorted(self.took_s[candidate][1:])
-        return counted[len(counted) // 2]
+        late_s = sorted(self.took_s[candidate][1::2])
+        return late_s[len(late_s) // 2]
 
     def __str__(self) -> str:
         tried = ", ".join(f"{CANDIDATES[it]}: {self.median_s(it) * 1e3:.0f} ms" for it in range(len(CANDIDATES)))
-        return f"gradients go to other hosts in {CANDIDATES[self.next()]} buckets (a step took with {tried})"
+        return f"gradients go to other hosts in {counted(CANDIDATES[self.next()], 'bucket')} (a step took with {tried})"

@@ -131,9 +131,11 @@ class Standing:
                 raise Changed
             return False
 
-        self._wait(slot, come)
+        self.wait(slot, come)
 
-    def _wait(self, slot: int, come: Callable[[], bool]) -> None:
+    def wait(self, slot: int, come: Callable[[], bool]) -> None:
+        """Until it has come, which is looked at when the slot's worker rings its bell. Changed when the generation is
+        over."""
         words, notice = self.words, self._notice
         with notice.waits(self.generation.number, slot, self._ids[slot]):
             while True:
@@ -218,7 +220,7 @@ class Group(Standing):
             self.words.commit = self._begins
             self.words.ring(self.slot)
         else:
-            self._wait(leader, lambda: self.words.commit == self._begins)
+            self.wait(leader, lambda: self.words.commit == self._begins)
         self.behind = False
 
     @property
@@ -255,7 +257,8 @@ class Group(Standing):
     def _meet(self, word: int, point: str | None, followers: Sequence[int] = ()) -> None:
         words, step = self.words, tag(self.generation.number, self.seq + 1)
         words.put(self.slot, word, step)
-        words.ring(self.slot)
+        if self._others:
+            words.ring(self.slot)
         if self.far is not None:
             self.far.tell()
         if point is not None:

@@ -20,6 +20,7 @@ from shoal import errors
 CHUNK = 128 * 1024
 
 Chunk = tuple[torch.Tensor, ...]
+_Part = tuple[torch.Tensor, torch.Tensor, Chunk, Chunk]  # gradient, scratch, old, new
 
 
 class Kernel(Protocol):
@@ -147,6 +148,7 @@ class ChunkedStep:
         dtype = old_new[0][0][0].dtype
         self._scratch = torch.empty(min(size, numel), dtype=dtype)
         self._sources: dict[tuple[int, ...], list[list[torch.Tensor]]] = {}
+        self._parts: dict[tuple[int, ...], list[_Part]] = {}
 
     def run(self, parity: int, sources: Sequence[torch.Tensor], scale: float, midway: Callable[[], None]) -> None:
         """Reduce the sources (lanes, or one gradient that is reduced already) and step, chunk by chunk."""
@@ -168,13 +170,21 @@ class ChunkedStep:
 
     def run_part(self, parity: int, at: int, gradient: torch.Tensor) -> None:
         """Step the elements from `at` on, of which this is the gradient."""
-        old, new = self._whole[parity]
-        size = self._scratch.numel()
+        key = parity, at, gradient.data_ptr(), gradient.numel()
+        if key not in self._parts:
+            self._parts[key] = self._cut_part(*self._whole[parity], at, gradient)
+        for part in self._parts[key]:
+            self.kernel.chunk(*part)
+
+    def _cut_part(self, old: Chunk, new: Chunk, at: int, gradient: torch.Tensor) -> list[_Part]:
+        parts, size = [], self._scratch.numel()
         for lo in range(0, gradient.numel(), size):
             part = gradient[lo : lo + size]
             here = slice(at + lo, at + lo + part.numel())
-            chunk = (tuple(t[here] for t in old), tuple(t[here] for t in new))
-            self.kernel.chunk(part, self._scratch[: part.numel()], *chunk)
+            parts.append(
+                (part, self._scratch[: part.numel()], tuple(t[here] for t in old), tuple(t[here] for t in new))
+            )
+        return parts
 
     def _cut(self, sources: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         key = tuple(source.data_ptr() for source in sources)

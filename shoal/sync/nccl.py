@@ -34,11 +34,13 @@ _PATIENCE_S = 60.0
 _FOREVER = timedelta(days=30)
 _MEET = timedelta(seconds=60)
 
-# Without these, torch ends the process when a rank of the communicator dies: it is here that this is dealt with.
+# Without these, torch ends the process when a rank of the communicator dies: it is here that this is dealt with. The
+# last: its watchdog, for which the end of a communicator waits, sleeps four times as long first, which is a minute.
 _SURVIVE = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
 }
 
 

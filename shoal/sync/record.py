@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from shoal import errors
 from shoal.data.ledger import Cursor
@@ -53,7 +53,8 @@ class Records:
     def read(self, seq: int) -> Record:
         at = (seq & 1) * _RECORD_BYTES
         count, *totals = _TOTALS.unpack_from(self._memory, at + _FORMAT.size)
-        return replace(Record(*_FORMAT.unpack_from(self._memory, at)), totals=tuple(totals[:count]))
+        fields = (*_FORMAT.unpack_from(self._memory, at), tuple(totals[:count]))
+        return Record(*fields)
 
     def text(self, place: int, size_bytes: int) -> bytes:
         at = _RECORDS_BYTES + place * _TEXT_BYTES

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from shoal import errors
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers of as many bytes
+_Home = tuple[dict[str, torch.Tensor | None], str, torch.Tensor]  # a module's buffers, a name, and what has it
 Scheduler = Any  # torch's schedulers share no public base class that covers all of them
 
 
@@ -23,23 +24,23 @@ class Buffers:
     private while a step runs, and copied as a whole from and to the arena."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._homes: list[tuple[nn.Module, str, torch.Tensor]] = []
-        by_kind: dict[tuple[torch.dtype, torch.device], list[tuple[nn.Module, str, torch.Tensor]]] = {}
+        self._homes: list[_Home] = []
+        by_kind: dict[tuple[torch.dtype, torch.device], list[_Home]] = {}
         seen: set[int] = set()
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and id(buffer) not in seen:
                     seen.add(id(buffer))
-                    by_kind.setdefault((buffer.dtype, buffer.device), []).append((module, name, buffer))
+                    by_kind.setdefault((buffer.dtype, buffer.device), []).append((module._buffers, name, buffer))
         self.flat: list[torch.Tensor] = []
         for (dtype, device), homes in by_kind.items():
             flat = torch.empty(sum(buffer.numel() for _, _, buffer in homes), dtype=dtype, device=device)
             offset = 0
-            for module, name, buffer in homes:
+            for home, name, buffer in homes:
                 view = flat[offset : offset + buffer.numel()].view(buffer.shape)
                 view.copy_(buffer)
                 buffer.data = view
-                self._homes.append((module, name, buffer))
+                self._homes.append((home, name, buffer))
                 offset += buffer.numel()
             self.flat.append(flat)
 
@@ -56,11 +57,11 @@ class Buffers:
 
     def gather(self) -> list[torch.Tensor]:
         """The flat tensors, also when the user's code has put another tensor in a buffer's place."""
-        for module, name, buffer in self._homes:
-            current = module._buffers[name]
+        for buffers, name, buffer in self._homes:
+            current = buffers[name]
             if current is not buffer and current is not None:
                 buffer.copy_(current)
-                module._buffers[name] = buffer
+                buffers[name] = buffer
         return self.flat
 
 
@@ -155,10 +156,11 @@ class Replica:
 
     def text(self) -> bytes:
         """Hyperparameters and schedulers as they are now, for the record of the commit."""
-        schedulers = [
-            {key: _plain(value) for key, value in scheduler.state_dict().items()} for scheduler in self.schedulers
-        ]
-        return f"[{self.options_text()}, {json.dumps(schedulers)}]".encode()
+        schedulers = "[]"  # by hand, because it is written at every step
+        if self.schedulers:
+            states = [scheduler.state_dict() for scheduler in self.schedulers]
+            schedulers = json.dumps([{key: _plain(value) for key, value in state.items()} for state in states])
+        return f"[{self.options_text()}, {schedulers}]".encode()
 
     def take_text(self, text: bytes) -> None:
         """Take hyperparameters and schedulers from the record of a commit."""

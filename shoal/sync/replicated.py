@@ -29,6 +29,7 @@ from shoal.sync.communicator import Communicator, Work, communicator_for
 from shoal.sync.described import described
 from shoal.sync.group import Group
 from shoal.sync.memory import HostMemory
+from shoal.sync.quick_step import QuickStep
 from shoal.sync.replica import Replica, raw_bytes
 from shoal.sync.scaling import LossScaler
 from shoal.sync.sync import MAX_SUM, Agree, State, Sums, Sync, Verdict, bits
@@ -53,6 +54,7 @@ class Replicated(Sync):
             torch.cuda.set_device(self._device)
             _several_on_one(slot)
         self._parameters = transfer.stepped(replica)
+        self._optimizer_step = QuickStep(replica.optimizer)
         self._norms = [module for module in replica.model.modules() if isinstance(module, SyncBatchNorm)]
         for norm in self._norms:
             norm.total_of_group = self._total_of_group
@@ -219,7 +221,7 @@ class Replicated(Sync):
             if gradient_factor != 1.0:
                 torch._foreach_mul_([it.grad for it in self._parameters if it.grad is not None], gradient_factor)
             with self._replica.rates_times(rate_factor):
-                self._replica.optimizer.step()
+                self._optimizer_step(rounds_as_torch=self._communicator is not None)
         if staged:
             _copy(self._replica.buffers.flat, staged)
         self._keep_buffers()

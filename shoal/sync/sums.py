@@ -58,9 +58,8 @@ class Table:
 class _Step:
     """What there is of one step. The wire's thread alone writes it, once it has begun."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.values: dict[int, torch.Tensor] = {}
+    def __init__(self, number: int, values: Mapping[int, torch.Tensor]) -> None:
+        self.number, self.values = number, values
         self.parts: dict[int, dict[int, torch.Tensor]] = {}  # of the chunks that this host adds, by host
         # Chunks whose sums are there. None: look whether the wait is over.
         self.summed: queue.SimpleQueue[int | None] = queue.SimpleQueue()
@@ -84,30 +83,20 @@ class Sums:
         self._scratch: dict[tuple[int, int], torch.Tensor] = {}  # what comes from a host for a chunk
         self._packed: dict[tuple[int, int], torch.Tensor] = {}  # what is sent, by chunk and kind, where it is narrowed
         self._lost: dict[tuple[int, int], torch.Tensor] = {}  # likewise, what narrowing has taken away so far
-        self._step = _Step(0)
+        self._step = _Step(0, {})
         self._left: set[int] = set()  # chunks whose sums were not taken
 
     def begin(self, step: int, values: Mapping[int, torch.Tensor]) -> None:
         """Expect the step's chunks of this worker. `values` is where this host's parts will lie when they are given,
         and where the sums are once they are taken."""
         assert not self._left, "the step before has not been taken to its end"
-        self._step = it = _Step(step)
+        self._step = _Step(step, values)
         self._left = set(values)
-        it.values.update(values)
-        for chunk, part in values.items():
-            if self._table.owner(chunk) == self._host:
-                it.parts[chunk] = {}
-                for host in self._others:
-                    into = self._scratch_for(chunk, host, part)
-                    self._expect(it, chunk, host, PART, into, partial(self._add, it, chunk, host, into))
-            else:
-                # No place of its own is needed: the sum is sent only when this host's part has arrived.
-                into = part if self._wide(part) else self._scratch_for(chunk, self._host, part)
-                self._expect(it, chunk, self._table.owner(chunk), SUM, into, partial(self._keep, it, chunk, into))
+        self._far.wire.ask(partial(self._begin, self._step))
 
-    def give(self, chunk: int) -> None:
-        """This host's part of a chunk is there."""
-        self._far.wire.ask(partial(self._give, self._step, chunk))
+    def give(self, chunks: Sequence[int]) -> None:
+        """This host's parts of these chunks are there."""
+        self._far.wire.ask(partial(self._give, self._step, chunks))
 
     def take(self) -> Iterator[int]:
         """The chunks whose sums are there, as they come, until all are. Changed, when the generation is over."""
@@ -128,18 +117,31 @@ class Sums:
 
     # On the wire's thread.
 
-    def _give(self, step: _Step, chunk: int) -> None:
-        part = step.values[chunk]
-        if chunk in step.parts:
-            self._add(step, chunk, self._host, part)
-        else:
-            sent = part if self._wide(part) else self._pack(chunk, PART, part)
-            self._post(step, chunk, self._table.slot(chunk, self._table.owner(chunk)), PART, sent)
+    def _begin(self, it: _Step) -> None:
+        for chunk, part in it.values.items():
+            if self._table.owner(chunk) == self._host:
+                it.parts[chunk] = {}
+                for host in self._others:
+                    into = self._scratch_for(chunk, host, part)
+                    self._expect(it, chunk, host, PART, into, partial(self._add, it, chunk, host, into))
+            else:
+                # No place of its own is needed: the sum is sent only when this host's part has arrived.
+                into = part if self._wide(part) else self._scratch_for(chunk, self._host, part)
+                self._expect(it, chunk, self._table.owner(chunk), SUM, into, partial(self._keep, it, chunk, into))
+
+    def _give(self, step: _Step, chunks: Sequence[int]) -> None:
+        for chunk in chunks:
+            part = step.values[chunk]
+            if chunk in step.parts:
+                self._add(step, chunk, self._host, part)
+            else:
+                sent = part if self._wide(part) else self._pack(chunk, PART, part)
+                self._post(step, chunk, self._table.slot(chunk, self._table.owner(chunk)), PART, sent)
 
     def _keep(self, step: _Step, chunk: int, total: torch.Tensor) -> None:
         values = step.values[chunk]
         if total is not values:
-            values.copy_(total)
+            torch._foreach_copy_(_pieces(values), _pieces(total))
         step.summed.put(chunk)
 
     def _add(self, step: _Step, chunk: int, host: int, part: torch.Tensor) -> None:
@@ -149,11 +151,11 @@ class Sums:
             return
         total = step.values[chunk]
         for other in self._others:
-            _add_serially(total, parts[other])
+            torch._foreach_add_(_pieces(total), _pieces(parts[other]))
         sent = total
         if not self._wide(total):
             sent = self._pack(chunk, SUM, total)
-            total.copy_(sent)  # as the others will have it
+            torch._foreach_copy_(_pieces(total), _pieces(sent))  # as the others will have it
         for other in self._others:
             self._post(step, chunk, self._table.slot(chunk, other), SUM, sent)
         for slot in self._followers:
@@ -171,12 +173,11 @@ class Sums:
         if key not in self._packed:
             self._packed[key] = torch.empty_like(part, dtype=self._narrow)
             self._lost[key] = torch.zeros_like(part)
-        lost, packed = self._lost[key], self._packed[key]
-        for lo in range(0, part.numel(), _SERIAL):
-            here, there = lost[lo : lo + _SERIAL], packed[lo : lo + _SERIAL]
-            here.add_(part[lo : lo + _SERIAL])
-            there.copy_(here)
-            here.sub_(there)
+        packed = self._packed[key]
+        lost, narrow = _pieces(self._lost[key]), _pieces(packed)
+        torch._foreach_add_(lost, _pieces(part))
+        torch._foreach_copy_(narrow, lost)
+        torch._foreach_sub_(lost, narrow)
         return packed
 
     def _scratch_for(self, chunk: int, host: int, like: torch.Tensor) -> torch.Tensor:
@@ -194,10 +195,9 @@ class Sums:
         self._far.wire.post(self._far.number, slot, frame_tag(step.number, kind, chunk), bytes_of(data))
 
 
-def _add_serially(total: torch.Tensor, part: torch.Tensor) -> None:
-    """A piece at a time, of a size that torch does not divide between threads: those are the training's."""
-    for lo in range(0, total.numel(), _SERIAL):
-        total[lo : lo + _SERIAL].add_(part[lo : lo + _SERIAL])
+def _pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Of a size that torch does not divide between threads: those are the training's."""
+    return torch.unsafe_split(tensor, _SERIAL)  # which is `split`, not by way of Python
 
 
 def dtype_sent(dtype: torch.dtype, narrow: torch.dtype | None) -> torch.dtype:

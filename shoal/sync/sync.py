@@ -101,6 +101,9 @@ class Sync(ABC):
     def closing(self) -> None:  # noqa: B027  # most need not know
         """The next backward is the last of this worker's in the step."""
 
+    def rest(self) -> None:  # noqa: B027  # most are waited for in lockstep only
+        """This worker makes no step for a while. Without lockstep, nobody is to wait for it."""
+
     def close(self) -> None:  # noqa: B027  # most hold nothing
         """Give back what other processes would miss. The worker ends."""
 

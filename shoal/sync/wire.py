@@ -107,6 +107,7 @@ class Wire:
         self._asked: deque[Callable[[], None]] = deque()
         self._bell_read, self._bell_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._bell_lock = threading.RLock()  # a signal's handler may ask while this thread does
+        self._rung = False  # and what is asked from here on, not looked at yet
         self._epoll = select.epoll()
         self._epoll.register(self._listener, _READ)
         self._epoll.register(self._bell_read, _READ)
@@ -178,9 +179,12 @@ class Wire:
     def ask(self, request: Callable[[], None]) -> None:
         """Have something done on the wire's thread, after what was asked before."""
         self._asked.append(request)
+        if self._rung or threading.get_ident() == self._thread.ident:
+            return  # it looks at what is asked before it sleeps
         with self._bell_lock:  # so that it does not write into whatever has the descriptor after `close`
             if self._bell_write < 0:
                 return
+            self._rung = True
             try:
                 os.write(self._bell_write, b"\0")
             except BlockingIOError:
@@ -198,21 +202,30 @@ class Wire:
                         self._drain_bell()
                     elif (connection := self._by_descriptor.get(descriptor)) is not None:
                         self._serve(connection, events)
+                self._by_the_clock()
                 while self._asked:
                     self._asked.popleft()()
-                self._by_the_clock()
         except Exception as problem:  # also of those who listen: nobody must wait for a wire that is no more
             self._release()
             self._listens.failed(problem)
             return
         self._release()
 
+    @property
+    def _settled(self) -> bool:
+        """Whether nothing is to be done by the clock."""
+        return not self._strangers and not self._calls and self._listens_again_s == math.inf
+
     def _until_next_s(self) -> float | None:
+        if self._settled:
+            return None
         ends = (one.since_s + _GREETING_S for one in self._strangers)
         soonest_s = min((*self._calls.values(), *ends, self._listens_again_s))
         return None if soonest_s == math.inf else max(0.0, soonest_s - time.monotonic())
 
     def _by_the_clock(self) -> None:
+        if self._settled:
+            return
         now_s = time.monotonic()
         for stranger in [one for one in self._strangers if now_s - one.since_s > _GREETING_S]:
             self._end(stranger, "it did not prove itself in time")
@@ -228,6 +241,9 @@ class Wire:
                 pass
         except BlockingIOError:
             pass
+        # Not before: who asks in between would ring, that would be read here, and nobody would ring any more. What was
+        # asked until now is done after this.
+        self._rung = False
 
     def _enter(self, generation: int, key: bytes, others: dict[int, Address]) -> None:
         if generation <= self._generation:

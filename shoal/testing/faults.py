@@ -21,7 +21,7 @@ from shoal.control.environment import WorkerEnvironment
 from shoal.control.rundir import RunDir
 
 if TYPE_CHECKING:
-    from shoal.control.coordinator import Coordinator
+    from shoal.control.coordinator.server import Coordinator
     from shoal.train.worker import Worker
 
 Action = Literal["kill", "stop", "slow", "fail", "leave", "join"]

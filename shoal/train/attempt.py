@@ -73,6 +73,7 @@ class Attempt:
     hi: int
     began_s: float
     first: int | None = None  # a digest of the step's first sample, of a stream
+    settings: str = ""  # of the pass
     ids: list[npt.NDArray[np.int64]] = field(default_factory=list)
     counted: int = 0  # samples that gave a loss
     loss: float = 0.0  # summed over them
@@ -108,8 +109,10 @@ class Attempt:
 
     def __str__(self) -> str:
         """As a line of the statement; by hand, because it is written at every step."""
-        batch, first = self.batch, "" if self.first is None else f', "first sample of the step": {self.first}'
-        return f'{{"pass": {self.pass_index}, "epoch": {batch.epoch}, "from": {batch.lo}, "to": {batch.hi}{first}}}'
+        batch, rest = self.batch, self.settings
+        if self.first is not None:
+            rest = f', "first sample of the step": {self.first}{rest}'
+        return f'{{"pass": {self.pass_index}, "epoch": {batch.epoch}, "from": {batch.lo}, "to": {batch.hi}{rest}}}'
 
 
 def not_finite(loss: str, epoch: int, lo: int, hi: int) -> errors.LossNotFinite:

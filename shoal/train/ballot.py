@@ -37,6 +37,7 @@ class Ballot:
         """`model` describes its tensors, alike on workers whose models are."""
         self._replica = replica
         self._names: tuple[bytes, list[str]] = (b"[]", [])  # of metrics, as told last
+        self._own_names: tuple[list[str], bytes] = ([], b"[]")
         # An object without a repr of its own shows its address, which says nothing.
         settings = {name: re.sub(r" at 0x[0-9a-f]+", "", repr(value)) for name, value in vars(policy).items()}
         self._always = f"{json.dumps(settings)}\n{json.dumps({'model': model})}"
@@ -44,17 +45,24 @@ class Ballot:
     def post(self, group: Group, kind: int, attempt: Attempt | None = None) -> None:
         """Say what this worker brings to the next commit. Call it before the ready word."""
         words, slot = group.words, group.slot
-        said = f"{attempt or '{}'}\n{self._always}\n{self._replica.options_text()}".encode()
-        words.set_statement(slot, said)
+        said = b""
+        if group.size > 1:
+            said = self._statement(attempt)
+            words.set_statement(slot, said)
         words.put(slot, w.STATEMENT, kind << 32 | zlib.crc32(said))
         if attempt is not None:
             words.set_value(slot, w.PASS, attempt.pass_index)
             self._post_metrics(group, attempt)
 
+    def _statement(self, attempt: Attempt | None) -> bytes:
+        return f"{attempt or '{}'}\n{self._always}\n{self._replica.options_text()}".encode()
+
     def _post_metrics(self, group: Group, attempt: Attempt) -> None:
         words, slot = group.words, group.slot
         names = sorted(attempt.metrics)
-        text = json.dumps(names).encode()
+        if names != self._own_names[0]:
+            self._own_names = names, json.dumps(names).encode()
+        text = self._own_names[1]
         if len(names) > w.MAX_METRICS or len(text) > w.MAX_NAMES_BYTES:
             raise errors.SettingsContradict(
                 f"{len(names)} metrics with names of {len(text)} bytes in one step: at most {w.MAX_METRICS}, with "
@@ -88,16 +96,23 @@ class Ballot:
             return next(rank for rank, slot in enumerate(group.slots) if slot not in behind)
         return None
 
-    def check(self, group: Group) -> None:
-        """WorkersDiffer when somebody brings another thing than this worker to the same commit."""
+    def check(self, group: Group, fresh: Attempt | None = None) -> None:
+        """WorkersDiffer when somebody brings another thing than this worker to the same commit. `fresh`: what this
+        newcomer brings, now that it has the others' hyperparameters. It alone compares: if it differs, it is the one
+        that is wrong, and the others are well without it."""
         words = group.words
         mine, names = words.get(group.slot, w.STATEMENT), words.get(group.slot, w.NAMES)
+        said = None if fresh is None else self._statement(fresh)
+        if said is not None:
+            mine = TRAIN << 32 | zlib.crc32(said)
         for rank, slot in enumerate(group.slots):
             statement = words.get(slot, w.STATEMENT)
             if statement >> 32 == FRESH:
                 continue  # it looks at the others' hyperparameters and takes them
             if statement != mine:
-                raise self._differ(group, rank, _differences(words.statement(group.slot), words.statement(slot)))
+                raise self._differ(
+                    group, rank, _differences(said or words.statement(group.slot), words.statement(slot))
+                )
             if mine >> 32 == TRAIN and names and words.get(slot, w.NAMES) not in (0, names):
                 raise self._differ(group, rank, ["the names of their metrics"])
 

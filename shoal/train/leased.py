@@ -23,6 +23,7 @@ from shoal.sync.sync import Sync, Verdict
 from shoal.train.attempt import Attempt, Batch, Policy, not_finite
 from shoal.train.callbacks import Callbacks
 from shoal.train.pace import Pace, Use, begun_inside
+from shoal.train.reconfigure import Leave
 from shoal.train.schedules import last_change
 from shoal.train.seat import Seat
 from shoal.train.step import StepReport
@@ -199,6 +200,7 @@ class Leased(Pace):
                     self._reconfigure()
                 fetched = lessee.fetch()
                 if fetched is None and not lessee.over:
+                    self._sync.rest()
                     self._seconds.switch(WAIT)
                     lessee.wait(seat.generation, seat.timeouts.beat_s)
                     continue
@@ -219,6 +221,7 @@ class Leased(Pace):
         finally:
             if lessee.leave(pass_):
                 self._attempt = self._batch = None
+            self._sync.rest()
             loader.close()
             if not self._seconds.starting:
                 self._seconds.switch(COMPUTE)
@@ -235,11 +238,19 @@ class Leased(Pace):
 
     def _enter(self, above: int) -> bool:
         """Each has a state of its own: there is nothing to agree on, and nobody to wait for."""
-        group = self._seat.enter(above, meet=False)
-        group.seq = self._seat.record.step
-        self._seat.place(group)
-        self._sync.enter(group)
-        return True
+        while True:
+            try:
+                group = self._seat.enter(above, meet=False)
+            except Leave:
+                self._sync.rest()
+                raise
+            group.seq, above = self._seat.record.step, group.generation.number
+            self._seat.place(group)
+            try:
+                self._sync.enter(group)
+            except errors.Changed:
+                continue
+            return True
 
     def _refuse_checkpoint(self) -> None:
         text = "no checkpoint: workers are not in lockstep, so that there is no state of all"

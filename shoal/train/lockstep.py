@@ -11,7 +11,7 @@ from shoal.data import ledger
 from shoal.data.batches import Loader
 from shoal.data.fed import declare
 from shoal.data.ledger import ENDED, Pass
-from shoal.errors import Changed
+from shoal.errors import Changed, WorkersDiffer
 from shoal.seconds import CHECKPOINT, COMPUTE, EXCHANGE, INPUT
 from shoal.sync.group import Group
 from shoal.sync.replica import Replica
@@ -57,6 +57,11 @@ class Lockstep(Pace):
         if self._saver is not None:
             self._saver.before(seq)
 
+    @property
+    def fresh(self) -> bool:
+        """Whether this worker is in, and has not made a step with the others yet."""
+        return self._stepper.fresh
+
     # One pass.
 
     def batches(self, pass_: Pass, loader: Loader) -> Iterator[Batch]:
@@ -75,6 +80,12 @@ class Lockstep(Pace):
                 pass_.check(seat.slot + 1)
                 self._catch_up(pass_, loader)
                 self._become_member(pass_)
+                if seat.record.pass_index == pass_.index and seat.record.epoch >= pass_.epochs:
+                    # Or it would come to the end of its script now, and that ends the job.
+                    raise WorkersDiffer(
+                        f"pass {pass_.index}: epochs is {pass_.epochs} here, and the job is in epoch "
+                        f"{seat.record.epoch + 1}; give every worker the same arguments of batches()"
+                    )
             assert seat.group is not None
             pass_.check(seat.group.size)
             self._split_is_new = True

@@ -93,7 +93,9 @@ class Pace(ABC):
 
     def _open(self, pass_: Pass, fetched: Fetched, share: tuple[int, int], place: tuple[int, int]) -> Batch:
         if fetched.micro == 0 or self._attempt is None:
-            self._attempt = Attempt(pass_.index, fetched.batch, *share, time.perf_counter(), fetched.first)
+            self._attempt = Attempt(
+                pass_.index, fetched.batch, *share, time.perf_counter(), fetched.first, pass_.settings
+            )
             self._seconds.begin_attempt()
             self._sync.begin()
             if self._sync.needs_all and pass_.train:
@@ -165,7 +167,8 @@ def _seed_everything(seed: int) -> None:
     # Not torch.manual_seed: while CUDA is not initialised it writes down a traceback at each call, which takes 2 ms.
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.manual_seed_all(seed)
+        for generator in torch.cuda.default_generators:
+            generator.manual_seed(seed)
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed & 0xFFFFFFFF)

@@ -36,7 +36,8 @@ class Reading:
         for index, (name, number) in enumerate(numbers.items()):
             if isinstance(number, torch.Tensor) and number.device.type == "cuda" and number.numel() == 1:
                 place = _places.take(index, number.dtype)
-                self._numbers[name] = place.copy_(number.detach().reshape(()), non_blocking=True)
+                alone = number.detach()
+                self._numbers[name] = place.copy_(alone.reshape(()) if alone.dim() else alone, non_blocking=True)
                 if _places.event is None:
                     _places.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 self._event = _places.event

@@ -92,7 +92,7 @@ def _run_as_guest(main: Callable[[Worker], None], torchrun: Torchrun, environmen
 
 
 def _run_alone(main: Callable[[Worker], None], environment: WorkerEnvironment) -> None:
-    from shoal.control.membership import found
+    from shoal.control.membership.values import found
     from shoal.control.serve import EmbeddedCoordinator
 
     try:

@@ -141,12 +141,11 @@ class Stepper:
         self.newest_pass = self._ballot.newest_pass(group)
         if self.fresh and self.newest_pass == pass_.index:
             self._take_greeting(group)
-            self._ballot.post(group, TRAIN, attempt)
         editor = self._ballot.editor(group)
         if editor is not None:
             self._sync.enter(group)  # buffers that the forward moved are not kept: it comes again
         else:
-            self._ballot.check(group)
+            self._ballot.check(group, fresh=attempt if self.fresh else None)
         return editor
 
     def edit(self, group: Group, record: Record) -> bool:

@@ -41,6 +41,7 @@ from shoal.train.callbacks import Callbacks, OnEpoch, OnReconfigure, OnStep
 from shoal.train.checkpoint import Restored, Saver, start_from
 from shoal.train.device import choose
 from shoal.train.evaluate import Results, Rows
+from shoal.train.failure import one_line
 from shoal.train.leased import Leased, Lessee, refuse
 from shoal.train.lockstep import Lockstep
 from shoal.train.pace import Pace
@@ -58,7 +59,7 @@ class Worker:
         placement: Placement | None, environment: WorkerEnvironment | None = None,
     ) -> None:  # fmt: skip
         """Without an environment, no checkpoints are taken."""
-        self.id = worker_id
+        self.id, self.host = worker_id, host
         self.left_by = int(signal.SIGTERM)  # the signal that made it leave
         self._run_dir = run_dir
         self._environment = environment
@@ -396,8 +397,10 @@ class Worker:
         seen by the launcher, and another worker takes this one's place."""
         if isinstance(problem, errors.ShoalError) and not isinstance(problem, errors.UserMistake):
             return
-        kind = type(problem).__name__ if isinstance(problem, errors.ShoalError) else "ScriptFailed"
-        self._seat.client.failed(kind, str(problem), "".join(traceback.format_exception(problem)))
+        ours = isinstance(problem, errors.ShoalError)
+        kind, message = (type(problem).__name__, str(problem)) if ours else ("ScriptFailed", one_line(problem))
+        fresh = isinstance(self._pace, Lockstep) and self._pace.fresh
+        self._seat.client.failed(kind, message, "".join(traceback.format_exception(problem)), fresh=fresh)
 
     def close(self) -> None:
         if self._audit is not None:

@@ -47,7 +47,7 @@ def _left(run_dir: RunDir) -> dict[str, Any]:
     committed = run_dir.committed()
     if committed is None:  # it was killed, or its coordinator was: what its workers wrote down is all there is
         report = audited(run_dir)
-        committed = Committed(0, report.trained_steps, 0, report.trained_samples, None)
+        committed = Committed(0, report.trained_steps, report.epoch, report.trained_samples, None)
     settings = run_dir.settings()
     return {
         "dir": str(run_dir.path),

@@ -34,7 +34,14 @@ _KEPT_EVENTS = 600
 _LABEL, _BESIDE = 11, 18  # columns left and right of a bar
 _WITH_HOST = 110
 _UNTOLD = frozenset({"joined", "ready", "leaving", "left", "lost", "finished", "ended"})  # generations tell it
-_EVENT_STYLES = {"failed": "red", "over": "bold", "suspect": "yellow", "fenced": "yellow", "refused": "yellow"}
+_EVENT_STYLES = {
+    "failed": "red",
+    "over": "bold",
+    "suspect": "yellow",
+    "fenced": "yellow",
+    "refused": "yellow",
+    "host_refused": "yellow",
+}
 
 # Where time goes, in the order it is drawn: a letter for a screen without colors, and a color.
 CATEGORIES = {

@@ -15,7 +15,7 @@ import pytest
 from shoal.control import commands
 from shoal.control.client import Client, LauncherClient, Progress
 from shoal.control.generation import Generation
-from shoal.control.membership import found
+from shoal.control.membership.values import found
 from shoal.control.rundir import RunDir, write_atomically
 from shoal.control.serve import EmbeddedCoordinator
 from shoal.control.timeouts import Timeouts
@@ -169,6 +169,27 @@ def test_a_host_with_the_name_of_the_jobs_own_is_refused(
             other.client.close()
         own.client.close()
     assert "host_lost" not in job.kinds()
+
+
+def test_a_host_that_is_refused_hears_nothing_else_of_the_job(make_job: Callable[..., Job]) -> None:
+    job = make_job()
+    own = job.launcher({})
+    own.hear("target")
+    other = Launcher(job.run_dir, {}, home=False)
+    other.client.start()
+    try:
+        refused = other.hear("refused")
+        for target in (3, 4):
+            commands.scale(job.run_dir, target)
+            while own.hear("target")[1] != target:
+                pass
+        commands.stop(job.run_dir, "enough")
+        own.hear("stop")
+        assert other.client.answered, "nobody has ended its stream"
+    finally:
+        other.client.close()
+    heard = [other.heard.get_nowait() for _ in range(other.heard.qsize())]
+    assert [message for message in heard if message != refused] == []
 
 
 def test_a_wrong_token_is_refused_for_workers_and_commands(make_job: Callable[..., Job]) -> None:
@@ -451,7 +472,7 @@ def test_a_coordinator_that_cannot_write_its_journal_tells_nobody_and_ends(
     def full(*_: Any) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(job.server._coordinator._journal, "record", full)
+    monkeypatch.setattr(job.server._coordinator._decisions._journal, "record", full)
     worker.client.leave()
     job.server._thread.join(WAIT_S)
     assert not job.server._thread.is_alive()

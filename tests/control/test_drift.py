@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.control import membership as m
 from shoal.control.drift import Alike, Checks, Drift, Told
 from shoal.control.instructions import Fence, Log, Stop
-from shoal.control.membership import Membership, found
+from shoal.control.membership.failures import on_drift
+from shoal.control.membership.settling import settle
+from shoal.control.membership.values import Membership, found
+from shoal.control.membership.workers import on_join, on_ready
 
 COPIES = (("a-w0", "a-w1"), ("b-w0",), ("c-w0",))
 SUMS = {"0.weight": 1, "0.bias": 2}
@@ -61,20 +63,20 @@ def test_a_check_of_which_somebody_died_is_forgotten_and_the_next_is_judged() ->
 def members() -> Membership:
     membership = found(1, 8, 4)
     for worker_id in ("a-w0", "a-w1", "b-w0", "c-w0"):
-        membership, _ = m.on_join(membership, worker_id, worker_id[0], 0.0, launched=True)
-        membership, _ = m.on_ready(membership, worker_id)
-    membership, _ = m.settle(membership)
+        membership, _ = on_join(membership, worker_id, worker_id[0], 0.0, launched=True)
+        membership, _ = on_ready(membership, worker_id)
+    membership, _ = settle(membership)
     return membership
 
 
 def test_whoever_has_another_state_than_most_is_ended_and_the_job_goes_on() -> None:
     drift = Drift(7, 8, "0.bias", COPIES, (("a-w0", "a-w1"),), majority=True, alike_at=3)
-    membership, told = m.on_drift(members(), drift)
+    membership, told = on_drift(members(), drift)
     assert [it.worker_id for it in told if isinstance(it, Fence)] == ["a-w0", "a-w1"]
     assert membership.stopping is None
     log = next(it for it in told if isinstance(it, Log))
     assert log.text.startswith("the state of a-w0, a-w1 on a is not that of most at step 7, first in 0.bias (alike at")
-    again, told = m.on_drift(membership, drift)
+    again, told = on_drift(membership, drift)
     assert again == membership
     assert not [it for it in told if isinstance(it, Fence)]
 
@@ -82,7 +84,7 @@ def test_whoever_has_another_state_than_most_is_ended_and_the_job_goes_on() -> N
 def test_a_drift_that_is_only_to_be_told_of_ends_nobody() -> None:
     drift = Drift(7, 8, "0.bias", COPIES, COPIES, majority=False, alike_at=3)
     before = members()
-    membership, told = m.on_drift(before, drift, only_tell=True)
+    membership, told = on_drift(before, drift, only_tell=True)
     assert membership == before
     assert [it.kind for it in told if isinstance(it, Log)] == ["drift"]
     assert len(told) == 1
@@ -90,8 +92,8 @@ def test_a_drift_that_is_only_to_be_told_of_ends_nobody() -> None:
 
 def test_where_nobody_can_tell_which_is_right_the_job_fails_and_all_are_ended() -> None:
     drift = Drift(7, 8, "0.bias", COPIES, COPIES, majority=False, alike_at=3)
-    membership, told = m.on_drift(members(), drift)
+    membership, told = on_drift(members(), drift)
     assert [it.worker_id for it in told if isinstance(it, Fence)] == ["a-w0", "a-w1", "b-w0", "c-w0"]
     [stop] = [it for it in told if isinstance(it, Stop)]
     assert (stop.failed, stop.kind) == (True, "StateDrifted")
-    assert m.on_drift(membership, drift) == (membership, [])
+    assert on_drift(membership, drift) == (membership, [])

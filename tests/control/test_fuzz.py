@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 
 from shoal.control import bounds, commands, protocol, tls
 from shoal.control.client import Client, Progress
-from shoal.control.coordinator import Coordinator
+from shoal.control.coordinator.server import Coordinator
 from shoal.control.generation import MAX_SLOTS
 from shoal.control.journal import Journal
-from shoal.control.membership import found
+from shoal.control.membership.values import found
 from shoal.control.protocol import CommandRequest, FromLauncher, FromWorker, ToWorker
 from shoal.control.rundir import RunDir
 from shoal.control.serve import EmbeddedCoordinator

@@ -6,17 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from shoal.control import membership as m
 from shoal.control.journal import Entry, Journal, JournalDamaged, put_aside
+from shoal.control.membership.settling import settle
+from shoal.control.membership.values import Membership, found
+from shoal.control.membership.workers import on_join, on_leave, on_ready
 from shoal.metrics import EventLog
 
 
-def running(workers: int) -> m.Membership:
-    membership = m.found(1, 8, workers)
+def running(workers: int) -> Membership:
+    membership = found(1, 8, workers)
     for index in range(workers):
-        membership, _ = m.on_join(membership, f"w{index}", "here", 0.0)
-        membership, _ = m.on_ready(membership, f"w{index}")
-    return m.settle(membership)[0]
+        membership, _ = on_join(membership, f"w{index}", "here", 0.0)
+        membership, _ = on_ready(membership, f"w{index}")
+    return settle(membership)[0]
 
 
 def test_a_new_journal_holds_no_membership(tmp_path: Path) -> None:
@@ -29,10 +31,10 @@ def test_what_was_recorded_is_there_for_the_next_coordinator(tmp_path: Path) -> 
     membership = running(3)
     journal = Journal(tmp_path / "journal.sqlite")
     journal.record(membership)
-    journal.record(m.on_leave(membership, "w1")[0], ["one line", "another"], 101)
+    journal.record(on_leave(membership, "w1")[0], ["one line", "another"], 101)
     again = Journal(tmp_path / "journal.sqlite")  # the first was never closed: it was killed
     entry = again.load(7.0)
-    assert entry == Entry(m.on_leave(membership, "w1")[0], ("one line", "another"), 101)
+    assert entry == Entry(on_leave(membership, "w1")[0], ("one line", "another"), 101)
     assert {worker.life.alive_at for worker in entry.membership.workers} == {7.0}
     again.close()
     journal.close()

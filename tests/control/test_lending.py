@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.control import lending
-from shoal.control import membership as m
 from shoal.control.borrowed import Borrowed
 from shoal.control.instructions import Fence, Granted, Instruction, Log, PassOver, Settled
 from shoal.control.journal import from_json, to_json
-from shoal.control.membership import Membership, Outcome, State
+from shoal.control.membership.settling import settle
+from shoal.control.membership.values import Membership, Outcome, State, found
+from shoal.control.membership.workers import on_gone, on_join, on_leave, on_parked, on_ready
 from shoal.data import leased_audit
 from shoal.data.audit import AuditReport, audit
 from shoal.data.fed import AuditWriter, Fed, declare, digest
@@ -64,7 +65,7 @@ class Worker:
 class World:
     def __init__(self, directory: Path, pass_: Pass) -> None:
         self.directory, self.pass_ = directory, pass_
-        self.membership: Membership = m.found(1, 64, 1)
+        self.membership: Membership = found(1, 64, 1)
         self.journal = to_json(self.membership)
         self.live: dict[str, Worker] = {}
         self.started = self.losses = 0
@@ -77,7 +78,7 @@ class World:
         """As the coordinator does it: decide, journal, tell."""
         before = self.membership
         self.membership, told = event(before)
-        for consequence in (m.settle, lending.lend):
+        for consequence in (settle, lending.lend):
             self.membership, more = consequence(self.membership)
             told = [*told, *more]
         if self.membership != before:
@@ -106,8 +107,8 @@ class World:
     def join(self) -> None:
         worker_id = f"w{self.started}"
         self.started += 1
-        self.turn(lambda membership: m.on_join(membership, worker_id, "here", 0.0))
-        self.turn(lambda membership: m.on_ready(membership, worker_id))
+        self.turn(lambda membership: on_join(membership, worker_id, "here", 0.0))
+        self.turn(lambda membership: on_ready(membership, worker_id))
         worker = Worker(worker_id, AuditWriter(self.directory, worker_id), self.pass_)
         worker.borrowed.begin(extent_of(asdict(self.pass_)))
         self.live[worker_id] = worker
@@ -119,16 +120,16 @@ class World:
 
     def die(self, worker_id: str) -> None:
         self.live.pop(worker_id).writer.close()
-        self.turn(lambda membership: m.on_gone(membership, worker_id, "killed"))
+        self.turn(lambda membership: on_gone(membership, worker_id, "killed"))
 
     def leave(self, worker_id: str) -> None:
-        self.turn(lambda membership: m.on_leave(membership, worker_id))
+        self.turn(lambda membership: on_leave(membership, worker_id))
         self.say(worker_id)
         if worker_id not in self.live:
             return  # fenced
-        self.turn(lambda membership: m.on_parked(membership, worker_id, membership.number))
+        self.turn(lambda membership: on_parked(membership, worker_id, membership.number))
         self.live.pop(worker_id).writer.close()
-        self.turn(lambda membership: m.on_gone(membership, worker_id, "exit status 0"))
+        self.turn(lambda membership: on_gone(membership, worker_id, "exit status 0"))
 
     def restart(self, with_journal: bool, silent: str = "") -> None:
         """The coordinator is killed; whoever lives and is not silent says everything again."""
@@ -223,11 +224,11 @@ def test_whatever_is_lost_on_the_way_every_sample_is_used_once_and_no_number_twi
 
 
 def running(*worker_ids: str) -> Membership:
-    membership = m.found(1, 8, len(worker_ids))
+    membership = found(1, 8, len(worker_ids))
     for worker_id in worker_ids:
-        membership, _ = m.on_join(membership, worker_id, "here", 0.0, launched=True)
-        membership, _ = m.on_ready(membership, worker_id)
-    return m.settle(membership)[0]
+        membership, _ = on_join(membership, worker_id, "here", 0.0, launched=True)
+        membership, _ = on_ready(membership, worker_id)
+    return settle(membership)[0]
 
 
 PASS = Pass(0, 40, 1, 5, True, False, None, 4, 1, leased=True)
@@ -273,8 +274,8 @@ def test_the_rest_of_a_lost_worker_goes_to_who_waits_and_the_pass_is_over_only_t
         (lease,) = [one.lease for one in only(told, Granted)]
         membership, _ = ask(membership, "w1", Said(EXTENT, (replace(lease, used=lease.shard.hi),), (number,), number))
     assert not only(told, PassOver), "w0 has the rest"
-    membership, _ = m.on_gone(membership, "w0", "killed")
-    membership, told = lending.lend(m.settle(membership)[0])
+    membership, _ = on_gone(membership, "w0", "killed")
+    membership, told = lending.lend(settle(membership)[0])
     assert [one.text for one in only(told, Log)] == ["8 samples of 1 lease"]
     for shard in (Shard(0, 0, 0, 4), Shard(0, 0, 4, 8)):
         (lease,) = [one.lease for one in only(told, Granted)]
@@ -337,11 +338,11 @@ def test_a_grant_of_a_pass_that_was_left_goes_back_and_the_next_one_is_still_wan
 
 def test_a_leaver_gets_nothing_more_and_keeps_what_it_has_until_it_is_parked() -> None:
     membership, _ = ask(running("w0", "w1"), "w0", Said(EXTENT, wants=2))
-    membership, _ = m.settle(m.on_leave(membership, "w0")[0])
+    membership, _ = settle(on_leave(membership, "w0")[0])
     membership, told = ask(membership, "w0", Said(EXTENT, membership.lent.leases, heard=1, wants=2))
     assert not told
     assert len(membership.lent.leases) == 1
-    membership, _ = m.on_parked(membership, "w0", membership.number)
+    membership, _ = on_parked(membership, "w0", membership.number)
     worker = membership.worker("w0")
     assert worker is not None
     assert worker.state is State.PARTED

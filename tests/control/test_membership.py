@@ -10,12 +10,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from shoal.control import membership as m
 from shoal.control.generation import MAX_SLOTS, Generation, Member
 from shoal.control.hosts import Host
 from shoal.control.instructions import Bye, Excuse, Fence, Instruction, Log, Probe, Publish, Refuse, SetTarget, Stop
 from shoal.control.journal import from_json, to_json
-from shoal.control.membership import Membership, State
+from shoal.control.membership.failures import on_refused, refuses
+from shoal.control.membership.finishing import on_finished, on_stop
+from shoal.control.membership.hosts import on_host_lost, on_roster
+from shoal.control.membership.liveness import on_beat, on_evidence, on_tick, on_waiting
+from shoal.control.membership.settling import newest_for, settle
+from shoal.control.membership.target import on_scale
+from shoal.control.membership.values import Membership, Outcome, State, found
+from shoal.control.membership.workers import on_caught_up, on_gone, on_join, on_leave, on_parked, on_ready
 from shoal.control.timeouts import Timeouts
 from shoal.errors import SettingsContradict
 
@@ -24,22 +30,22 @@ class Script:
     """Feeds events to a membership and keeps what came out since `take` was last called."""
 
     def __init__(self, min_size: int = 1, max_size: int = 8, target: int = 2) -> None:
-        self.membership = m.found(min_size, max_size, target, Timeouts(10.0))
+        self.membership = found(min_size, max_size, target, Timeouts(10.0))
         self.out: list[Instruction] = []
         self.now = 0.0
 
-    def feed(self, outcome: m.Outcome) -> None:
+    def feed(self, outcome: Outcome) -> None:
         self.membership, more = outcome
         self.out += more
 
     def come(self, *worker_ids: str) -> None:
         for worker_id in worker_ids:
-            self.feed(m.on_join(self.membership, worker_id, "here", self.now))
-            self.feed(m.on_ready(self.membership, worker_id))
+            self.feed(on_join(self.membership, worker_id, "here", self.now))
+            self.feed(on_ready(self.membership, worker_id))
 
     def settle(self) -> Generation | None:
         """The generation published now, if any; other instructions stay in `out`."""
-        self.membership, more = m.settle(self.membership)
+        self.membership, more = settle(self.membership)
         self.out += more
         published = [instruction.generation for instruction in more if isinstance(instruction, Publish)]
         assert len(published) <= 1
@@ -48,7 +54,7 @@ class Script:
     def tick_until(self, end: float, every: float = 1.0) -> None:
         while self.now < end:
             self.now += every
-            self.feed(m.on_tick(self.membership, self.now))
+            self.feed(on_tick(self.membership, self.now))
 
     def take(self, *kinds: type) -> list[Instruction]:
         taken, self.out = [each for each in self.out if isinstance(each, kinds)], []
@@ -79,12 +85,12 @@ def test_the_first_generation_waits_for_all_founders() -> None:
 
 def test_founders_go_on_with_fewer_when_one_died_on_the_way_and_nobody_is_coming() -> None:
     script = Script(target=3)
-    script.feed(m.on_join(script.membership, "w2", "here", 0.0, launched=True))
+    script.feed(on_join(script.membership, "w2", "here", 0.0, launched=True))
     script.come("w0", "w1")
-    script.feed(m.on_gone(script.membership, "w2"))
-    script.feed(m.on_join(script.membership, "w3", "here", 0.0, launched=True))
+    script.feed(on_gone(script.membership, "w2"))
+    script.feed(on_join(script.membership, "w3", "here", 0.0, launched=True))
     assert script.settle() is None, "its replacement is on the way"
-    script.feed(m.on_gone(script.membership, "w3"))
+    script.feed(on_gone(script.membership, "w3"))
     generation = script.settle()
     assert generation is not None
     assert (ids(generation.members), generation.fault) == (["w0", "w1"], False)
@@ -101,8 +107,8 @@ def test_a_newcomer_is_last_in_rank_and_planned() -> None:
 def test_several_changes_become_one_generation_that_is_a_fault_if_one_of_them_was() -> None:
     script = running("w0", "w1", "w2")
     script.come("w3")
-    script.feed(m.on_gone(script.membership, "w1", reason="killed by signal 9"))
-    script.feed(m.on_leave(script.membership, "w2"))
+    script.feed(on_gone(script.membership, "w1", reason="killed by signal 9"))
+    script.feed(on_leave(script.membership, "w2"))
     generation = script.settle()
     assert generation is not None
     assert (ids(generation.members), ids(generation.leavers)) == (["w0", "w3"], ["w2"])
@@ -115,11 +121,11 @@ def test_several_changes_become_one_generation_that_is_a_fault_if_one_of_them_wa
 
 def test_the_lowest_free_slot_is_given_and_only_the_dead_free_one() -> None:
     script = running("w0", "w1", "w2")
-    script.feed(m.on_leave(script.membership, "w0"))
+    script.feed(on_leave(script.membership, "w0"))
     script.settle()
-    script.feed(m.on_parked(script.membership, "w0", 2))
+    script.feed(on_parked(script.membership, "w0", 2))
     script.come("w3")
-    script.feed(m.on_gone(script.membership, "w0"))
+    script.feed(on_gone(script.membership, "w0"))
     script.come("w4")
     slots = {worker.worker_id: worker.member.slot for worker in script.membership.workers}
     assert slots == {"w1": 1, "w2": 2, "w3": 3, "w4": 0}
@@ -136,26 +142,41 @@ def test_a_full_membership_refuses_the_next_worker() -> None:
 
 def test_a_leaver_parked_in_an_older_generation_must_park_again() -> None:
     script = running("w0", "w1")
-    script.feed(m.on_leave(script.membership, "w1"))
+    script.feed(on_leave(script.membership, "w1"))
     script.settle()
     script.come("w2")
     generation = script.settle()
     assert generation is not None
     assert (generation.number, ids(generation.leavers)) == (3, ["w1"])
     script.take()
-    script.feed(m.on_parked(script.membership, "w1", 2))
+    script.feed(on_parked(script.membership, "w1", 2))
     assert script.take(Bye) == []
-    script.feed(m.on_parked(script.membership, "w1", 3))
+    script.feed(on_parked(script.membership, "w1", 3))
     assert script.take(Bye) == [Bye("w1")]
-    script.feed(m.on_gone(script.membership, "w1"))
+    script.feed(on_gone(script.membership, "w1"))
     assert script.settle() is None, "who was told Bye is missed by nobody"
+
+
+def test_the_first_of_the_leavers_is_whoever_was_a_member_last() -> None:
+    script = running("w0", "w1", "w2")
+    script.feed(on_leave(script.membership, "w0"))
+    script.settle()
+    script.feed(on_leave(script.membership, "w1"))
+    script.feed(on_leave(script.membership, "w2"))
+    generation = script.settle()
+    assert generation is not None
+    assert ids(generation.leavers) == ["w1", "w2", "w0"]
+    script.feed(on_gone(script.membership, "w1"))
+    generation = script.settle()
+    assert generation is not None
+    assert ids(generation.leavers) == ["w2", "w0"]
 
 
 def test_a_leaver_that_dies_before_bye_is_a_fault() -> None:
     script = running("w0", "w1")
-    script.feed(m.on_leave(script.membership, "w1"))
+    script.feed(on_leave(script.membership, "w1"))
     script.settle()
-    script.feed(m.on_gone(script.membership, "w1"))
+    script.feed(on_gone(script.membership, "w1"))
     generation = script.settle()
     assert generation is not None
     assert (generation.fault, generation.leavers) == (True, ())
@@ -163,7 +184,7 @@ def test_a_leaver_that_dies_before_bye_is_a_fault() -> None:
 
 def test_a_member_that_is_gone_without_bye_is_a_fault_however_it_ended() -> None:
     script = running("w0", "w1")
-    script.feed(m.on_gone(script.membership, "w1"))
+    script.feed(on_gone(script.membership, "w1"))
     generation = script.settle()
     assert generation is not None
     assert generation.fault
@@ -171,7 +192,7 @@ def test_a_member_that_is_gone_without_bye_is_a_fault_however_it_ended() -> None
 
 def test_fewer_than_min_pause_and_one_more_goes_on() -> None:
     script = running("w0", "w1", min_size=2)
-    script.feed(m.on_gone(script.membership, "w1"))
+    script.feed(on_gone(script.membership, "w1"))
     paused = script.settle()
     assert paused is not None
     assert paused.paused
@@ -183,7 +204,7 @@ def test_fewer_than_min_pause_and_one_more_goes_on() -> None:
 
 def test_when_everybody_has_died_the_next_generation_still_tells_of_the_fault() -> None:
     script = running("w0")
-    script.feed(m.on_gone(script.membership, "w0"))
+    script.feed(on_gone(script.membership, "w0"))
     assert script.settle() is None
     script.come("w1")
     generation = script.settle()
@@ -193,12 +214,12 @@ def test_when_everybody_has_died_the_next_generation_still_tells_of_the_fault() 
 
 def test_workers_that_finish_leave_without_a_pause_and_need_no_replacement() -> None:
     script = running("w0", "w1", min_size=2)
-    script.feed(m.on_finished(script.membership, "w0"))
+    script.feed(on_finished(script.membership, "w0"))
     generation = script.settle()
     assert generation is not None
     assert (generation.paused, ids(generation.leavers)) == (False, ["w0"])
     assert script.take(SetTarget) == [SetTarget(2, finishing=True)]
-    script.feed(m.on_gone(script.membership, "w1"))
+    script.feed(on_gone(script.membership, "w1"))
     after = script.settle()
     assert after is not None
     assert (after.fault, after.paused) == (True, False)
@@ -206,9 +227,9 @@ def test_workers_that_finish_leave_without_a_pause_and_need_no_replacement() -> 
 
 def test_who_comes_after_the_last_has_finished_is_sent_home() -> None:
     script = running("w0")
-    script.feed(m.on_finished(script.membership, "w0"))
+    script.feed(on_finished(script.membership, "w0"))
     script.settle()
-    script.feed(m.on_parked(script.membership, "w0", 2))
+    script.feed(on_parked(script.membership, "w0", 2))
     script.come("late")
     script.take()
     assert script.settle() is None
@@ -217,7 +238,7 @@ def test_who_comes_after_the_last_has_finished_is_sent_home() -> None:
 
 def test_nobody_becomes_a_member_once_a_script_has_come_to_its_end() -> None:
     script = running("w0", "w1")
-    script.feed(m.on_finished(script.membership, "w0"))
+    script.feed(on_finished(script.membership, "w0"))
     script.come("late")
     generation = script.settle()
     assert generation is not None
@@ -228,27 +249,27 @@ def test_nobody_becomes_a_member_once_a_script_has_come_to_its_end() -> None:
 def test_newcomers_that_fail_together_are_not_all_refused() -> None:
     script = running("w0", "w1")
     for gone, comes in (("w0", "w2"), ("w1", "w3")):
-        script.feed(m.on_gone(script.membership, gone))
+        script.feed(on_gone(script.membership, gone))
         script.come(comes)
         script.settle()
-    assert m.refuses(script.membership, "w2", "DataUnusable")
-    script.feed(m.on_refused(script.membership, "w2", "no samples"))
+    assert refuses(script.membership, "w2", "DataUnusable")
+    script.feed(on_refused(script.membership, "w2", "no samples"))
     assert script.membership.target == 1
-    assert not m.refuses(script.membership, "w3", "DataUnusable")  # w2 is there only until it is gone
+    assert not refuses(script.membership, "w3", "DataUnusable")  # w2 is there only until it is gone
 
 
 def test_a_worker_that_returns_because_it_was_drained_does_not_end_the_job() -> None:
     script = running("w0", "w1")
-    script.feed(m.on_leave(script.membership, "w1"))
-    script.feed(m.on_finished(script.membership, "w1"))
+    script.feed(on_leave(script.membership, "w1"))
+    script.feed(on_finished(script.membership, "w1"))
     assert not script.membership.finishing
 
 
 def test_scaling_down_sends_joiners_home_first_and_then_the_newest_members() -> None:
     script = running("w0", "w1", "w2")
-    script.feed(m.on_join(script.membership, "w3", "here", 0.0))
+    script.feed(on_join(script.membership, "w3", "here", 0.0))
     script.take()
-    script.feed(m.on_scale(script.membership, 2))
+    script.feed(on_scale(script.membership, 2))
     assert script.take(Excuse, Bye) == [Excuse("w3"), Bye("w3"), Excuse("w2")]
     generation = script.settle()
     assert generation is not None
@@ -257,16 +278,16 @@ def test_scaling_down_sends_joiners_home_first_and_then_the_newest_members() -> 
 
 def test_who_leaves_needs_no_replacement_and_a_launcher_that_is_back_hears_it_again() -> None:
     script = running("w0", "w1")
-    script.feed(m.on_join(script.membership, "w1", "here", 0.0, launched=True))
-    script.feed(m.on_leave(script.membership, "w1"))
+    script.feed(on_join(script.membership, "w1", "here", 0.0, launched=True))
+    script.feed(on_leave(script.membership, "w1"))
     assert script.take(Excuse) == [Excuse("w1")]
-    script.feed(m.on_roster(script.membership, Host("here"), ["w0", "w1"]))
+    script.feed(on_roster(script.membership, Host("here"), ["w0", "w1"]))
     assert script.take(Excuse) == [Excuse("w1")]
 
 
 def test_a_job_that_fails_lets_everybody_go_without_finishing_the_step() -> None:
     script = running("w0", "w1")
-    script.feed(m.on_stop(script.membership, Stop("w0 failed", failed=True)))
+    script.feed(on_stop(script.membership, Stop("w0 failed", failed=True)))
     generation = script.settle()
     assert generation is not None
     assert (generation.members, ids(generation.leavers), generation.fault) == ((), ["w0", "w1"], True)
@@ -275,50 +296,50 @@ def test_a_job_that_fails_lets_everybody_go_without_finishing_the_step() -> None
 @pytest.mark.parametrize("becomes_member", [False, True])
 def test_a_newcomer_is_refused_for_what_more_workers_bring_about(becomes_member: bool) -> None:
     script = running("w0", "w1")
-    script.feed(m.on_scale(script.membership, 3))
-    script.feed(m.on_join(script.membership, "w2", "here", 0.0))
+    script.feed(on_scale(script.membership, 3))
+    script.feed(on_join(script.membership, "w2", "here", 0.0))
     if becomes_member:
-        script.feed(m.on_ready(script.membership, "w2"))
+        script.feed(on_ready(script.membership, "w2"))
         script.settle()
     script.take()
-    assert not m.refuses(script.membership, "w2", "ScriptFailed")
-    assert not m.refuses(script.membership, "w1", "OutOfSharedMemory"), "a founder"
-    assert m.refuses(script.membership, "w2", "OutOfSharedMemory")
-    script.feed(m.on_refused(script.membership, "w2", "OutOfSharedMemory: no room"))
+    assert not refuses(script.membership, "w2", "ScriptFailed")
+    assert not refuses(script.membership, "w1", "OutOfSharedMemory"), "a founder"
+    assert refuses(script.membership, "w2", "OutOfSharedMemory")
+    script.feed(on_refused(script.membership, "w2", "OutOfSharedMemory: no room"))
     assert script.take(Excuse, SetTarget) == [Excuse("w2"), SetTarget(2, finishing=False)]
     assert script.membership.target == 2
-    script.feed(m.on_gone(script.membership, "w2"))
+    script.feed(on_gone(script.membership, "w2"))
     generation = script.settle()
     assert (generation is not None) == becomes_member, "others may have waited for it"
 
 
 def test_a_newcomer_the_job_cannot_do_without_is_not_refused() -> None:
     script = running("w0", "w1", min_size=2)
-    script.feed(m.on_gone(script.membership, "w1"))
+    script.feed(on_gone(script.membership, "w1"))
     script.come("w2")
     script.settle()
-    assert not m.refuses(script.membership, "w2", "OutOfSharedMemory")
+    assert not refuses(script.membership, "w2", "OutOfSharedMemory")
 
 
 @pytest.mark.parametrize("target", [0, 9])
 def test_a_target_out_of_range_is_refused(target: int) -> None:
     script = running("w0")
     with pytest.raises(SettingsContradict, match="1 to 8"):
-        m.on_scale(script.membership, target)
+        on_scale(script.membership, target)
 
 
 @pytest.mark.parametrize("sizes", [(0, 1, 1), (2, 8, 1), (1, 2, 3), (1, 257, 1)])
 def test_sizes_that_cannot_all_hold_are_refused(sizes: tuple[int, int, int]) -> None:
     with pytest.raises(SettingsContradict, match="change -n"):
-        m.found(*sizes)
+        found(*sizes)
 
 
 def test_a_joiner_nobody_waits_for_is_never_suspect() -> None:
     script = running("w0")
-    script.feed(m.on_join(script.membership, "w1", "here", 0.0))
+    script.feed(on_join(script.membership, "w1", "here", 0.0))
     for _ in range(1000):
         script.tick_until(script.now + 1.0)
-        script.feed(m.on_beat(script.membership, "w0", script.now))
+        script.feed(on_beat(script.membership, "w0", script.now))
     assert not script.take(Probe, Fence)
 
 
@@ -332,9 +353,9 @@ def test_an_awaited_silent_worker_is_probed_and_fenced_at_the_budget_and_lost_on
     script = running("w0", "w1")
     for _ in range(12):
         script.tick_until(script.now + 1.0)
-        script.feed(m.on_beat(script.membership, "w0", script.now))
-        script.feed(m.on_waiting(script.membership, "w0", ["w1"], script.now))
-        script.feed(m.on_evidence(script.membership, "w1", False, 3.0, script.now))
+        script.feed(on_beat(script.membership, "w0", script.now))
+        script.feed(on_waiting(script.membership, "w0", ["w1"], script.now))
+        script.feed(on_evidence(script.membership, "w1", False, 3.0, script.now))
     probes = script.take(Probe, Fence)
     assert probes[0] == Probe("w1")
     assert [each for each in probes if isinstance(each, Fence)] == probes[-1:]
@@ -342,7 +363,7 @@ def test_an_awaited_silent_worker_is_probed_and_fenced_at_the_budget_and_lost_on
     assert worker is not None
     assert worker.fenced == "no sign of life for 10.0 s while awaited"
     assert script.settle() is None
-    script.feed(m.on_gone(script.membership, "w1"))
+    script.feed(on_gone(script.membership, "w1"))
     assert script.settle() is not None
 
 
@@ -351,15 +372,15 @@ def test_cpu_time_that_advances_speaks_for_a_silent_worker_unless_it_is_stopped(
     script = running("w0", "w1")
     for _ in range(40):
         script.tick_until(script.now + 1.0)
-        script.feed(m.on_waiting(script.membership, "w0", ["w1"], script.now))
-        script.feed(m.on_beat(script.membership, "w0", script.now))
-        script.feed(m.on_evidence(script.membership, "w1", stopped, script.now, script.now))
+        script.feed(on_waiting(script.membership, "w0", ["w1"], script.now))
+        script.feed(on_beat(script.membership, "w0", script.now))
+        script.feed(on_evidence(script.membership, "w1", stopped, script.now, script.now))
     assert bool(script.take(Fence)) == fenced
 
 
 def with_a_leaver() -> Script:
     script = running("w0", "w1")
-    script.feed(m.on_leave(script.membership, "w1"))
+    script.feed(on_leave(script.membership, "w1"))
     script.settle()
     script.take()
     return script
@@ -369,13 +390,13 @@ def live_until(script: Script, end: float) -> None:
     """Time passes, and w0 beats."""
     while script.now < end:
         script.tick_until(script.now + 1.0)
-        script.feed(m.on_beat(script.membership, "w0", script.now))
+        script.feed(on_beat(script.membership, "w0", script.now))
 
 
 def test_a_leaver_long_silent_before_anybody_waited_is_not_fenced_before_it_was_probed() -> None:
     script = with_a_leaver()
     live_until(script, 100.0)
-    script.feed(m.on_waiting(script.membership, "w0", ["w1"], script.now))
+    script.feed(on_waiting(script.membership, "w0", ["w1"], script.now))
     live_until(script, 104.0)
     assert {type(each) for each in script.take(Fence, Probe)} == {Probe}
     live_until(script, 106.0)
@@ -384,19 +405,19 @@ def test_a_leaver_long_silent_before_anybody_waited_is_not_fenced_before_it_was_
 
 def test_waiting_that_ended_takes_the_suspicion_away() -> None:
     script = with_a_leaver()
-    script.feed(m.on_waiting(script.membership, "w0", ["w1"], 0.0))
+    script.feed(on_waiting(script.membership, "w0", ["w1"], 0.0))
     live_until(script, 8.0)
-    script.feed(m.on_waiting(script.membership, "w0", [], script.now))
+    script.feed(on_waiting(script.membership, "w0", [], script.now))
     live_until(script, 100.0)
     assert script.take(Fence) == []
 
 
 def test_a_coordinator_that_was_held_up_itself_fences_nobody() -> None:
     script = running("w0", "w1")
-    script.feed(m.on_waiting(script.membership, "w0", ["w1"], 0.0))
+    script.feed(on_waiting(script.membership, "w0", ["w1"], 0.0))
     script.tick_until(5.0)
     script.now = 500.0
-    script.feed(m.on_tick(script.membership, script.now))
+    script.feed(on_tick(script.membership, script.now))
     script.tick_until(508.0)
     assert script.take(Fence) == []
 
@@ -404,8 +425,8 @@ def test_a_coordinator_that_was_held_up_itself_fences_nobody() -> None:
 def test_a_joiner_the_founding_waits_for_is_fenced_when_it_hangs() -> None:
     script = Script(target=2)
     script.come("w0")
-    script.feed(m.on_join(script.membership, "w1", "here", 0.0))
-    script.feed(m.on_join(script.membership, "w2", "here", 0.0, launched=True))
+    script.feed(on_join(script.membership, "w1", "here", 0.0))
+    script.feed(on_join(script.membership, "w2", "here", 0.0, launched=True))
     script.tick_until(12.0)
     assert [each.worker_id for each in script.take(Fence) if isinstance(each, Fence)] == ["w1"]
     script.tick_until(61.0)
@@ -416,7 +437,7 @@ def test_a_joiner_the_founding_waits_for_is_fenced_when_it_hangs() -> None:
 
 def test_a_joiner_that_imports_is_not_suspect() -> None:
     script = Script(target=2)
-    script.feed(m.on_join(script.membership, "w0", "here", 0.0, launched=True))
+    script.feed(on_join(script.membership, "w0", "here", 0.0, launched=True))
     script.take()
     script.tick_until(30.0)
     assert [each.kind for each in script.take(Log)] == []  # type: ignore[union-attr]
@@ -425,12 +446,12 @@ def test_a_joiner_that_imports_is_not_suspect() -> None:
 def test_a_launcher_that_is_back_tells_who_died_unheard_and_hears_of_fences() -> None:
     script = running("w0", "w1", "w2")
     for worker_id in ("w0", "w1"):
-        script.feed(m.on_join(script.membership, worker_id, "here", 0.0, launched=True))
+        script.feed(on_join(script.membership, worker_id, "here", 0.0, launched=True))
     worker = script.membership.worker("w0")
     assert worker is not None
     fenced = replace(worker, fenced="silent")
     script.membership = replace(script.membership, workers=(fenced, *script.membership.workers[1:]))
-    script.feed(m.on_roster(script.membership, Host("here"), ["w0"]))
+    script.feed(on_roster(script.membership, Host("here"), ["w0"]))
     assert script.take(Fence) == [Fence("w0")]
     generation = script.settle()
     assert generation is not None
@@ -439,20 +460,20 @@ def test_a_launcher_that_is_back_tells_who_died_unheard_and_hears_of_fences() ->
 
 def test_a_reconnecting_worker_learns_of_a_fault_it_missed() -> None:
     script = running("w0", "w1")
-    script.feed(m.on_gone(script.membership, "w1"))
+    script.feed(on_gone(script.membership, "w1"))
     script.settle()
     script.come("w2")
     newest = script.settle()
     assert newest is not None
     assert not newest.fault
-    assert m.newest_for(script.membership, 1) == replace(newest, fault=True)
-    assert m.newest_for(script.membership, 2) == newest
+    assert newest_for(script.membership, 1) == replace(newest, fault=True)
+    assert newest_for(script.membership, 2) == newest
 
 
 def test_numbers_a_worker_has_seen_are_not_used_again_even_without_a_journal() -> None:
     script = Script(target=1)
-    script.feed(m.on_join(script.membership, "w0", "here", 0.0, generation=41))
-    script.feed(m.on_ready(script.membership, "w0"))
+    script.feed(on_join(script.membership, "w0", "here", 0.0, generation=41))
+    script.feed(on_ready(script.membership, "w0"))
     generation = script.settle()
     assert generation is not None
     assert generation.number == 42
@@ -463,20 +484,20 @@ def test_the_first_newcomer_of_a_host_without_the_state_follows_and_the_others_w
     script.come("a-w0", "a-w1")
     script.settle()
     for worker_id in ("b-w0", "b-w1", "c-w0"):
-        script.feed(m.on_join(script.membership, worker_id, worker_id[0], script.now))
-        script.feed(m.on_ready(script.membership, worker_id, follows=True))
+        script.feed(on_join(script.membership, worker_id, worker_id[0], script.now))
+        script.feed(on_ready(script.membership, worker_id, follows=True))
     followed = script.settle()
     assert followed is not None
     assert (ids(followed.members), ids(followed.followers)) == (["a-w0", "a-w1"], ["b-w0", "c-w0"])
-    script.feed(m.on_join(script.membership, "d-w0", "d", script.now))
-    script.feed(m.on_ready(script.membership, "d-w0", follows=True))
+    script.feed(on_join(script.membership, "d-w0", "d", script.now))
+    script.feed(on_ready(script.membership, "d-w0", follows=True))
     assert script.settle() is None  # those who follow begin together
-    script.feed(m.on_caught_up(script.membership, "b-w0"))
+    script.feed(on_caught_up(script.membership, "b-w0"))
     joined = script.settle()
     assert joined is not None
     assert not joined.fault
     assert (ids(joined.members), ids(joined.followers)) == (["a-w0", "a-w1", "b-w0", "b-w1"], ["c-w0"])
-    script.feed(m.on_gone(script.membership, "c-w0"))
+    script.feed(on_gone(script.membership, "c-w0"))
     lost = script.settle()
     assert lost is not None
     assert lost.fault  # the members waited for its words
@@ -487,12 +508,12 @@ def test_a_follower_becomes_a_member_when_those_who_have_the_state_are_too_few()
     script = Script(min_size=2, max_size=8, target=2)
     script.come("a-w0", "a-w1")
     script.settle()
-    script.feed(m.on_join(script.membership, "b-w0", "b", script.now))
-    script.feed(m.on_ready(script.membership, "b-w0", follows=True))
+    script.feed(on_join(script.membership, "b-w0", "b", script.now))
+    script.feed(on_ready(script.membership, "b-w0", follows=True))
     followed = script.settle()
     assert followed is not None
     assert ids(followed.followers) == ["b-w0"]
-    script.feed(m.on_gone(script.membership, "a-w1"))
+    script.feed(on_gone(script.membership, "a-w1"))
     joined = script.settle()
     assert joined is not None
     assert (ids(joined.members), ids(joined.followers), joined.paused) == (["a-w0", "b-w0"], [], False)
@@ -503,8 +524,8 @@ def following(*, hosts: Sequence[Host] = ()) -> Script:
     script = Script(max_size=8, target=1)
     script.membership = replace(script.membership, hosts=tuple(hosts))
     for worker_id in ("a-w0", "b-w0", "b-w1"):
-        script.feed(m.on_join(script.membership, worker_id, worker_id[0], script.now))
-        script.feed(m.on_ready(script.membership, worker_id, follows=True))
+        script.feed(on_join(script.membership, worker_id, worker_id[0], script.now))
+        script.feed(on_ready(script.membership, worker_id, follows=True))
         script.settle()
     assert script.membership.newest is not None
     assert ids(script.membership.newest.followers) == ["b-w0"]
@@ -513,10 +534,10 @@ def following(*, hosts: Sequence[Host] = ()) -> Script:
 
 def test_where_all_that_have_the_state_are_dead_the_next_of_their_host_goes_on() -> None:
     script = following()
-    script.feed(m.on_gone(script.membership, "a-w0"))
+    script.feed(on_gone(script.membership, "a-w0"))
     assert script.settle() is None  # those of b have nothing to go on with
-    script.feed(m.on_join(script.membership, "a-w1", "a", script.now))
-    script.feed(m.on_ready(script.membership, "a-w1", follows=True))
+    script.feed(on_join(script.membership, "a-w1", "a", script.now))
+    script.feed(on_ready(script.membership, "a-w1", follows=True))
     again = script.settle()
     assert again is not None
     assert again.fault
@@ -525,8 +546,8 @@ def test_where_all_that_have_the_state_are_dead_the_next_of_their_host_goes_on()
 
 def test_a_host_that_has_caught_up_goes_on_alone() -> None:
     script = following()
-    script.feed(m.on_caught_up(script.membership, "b-w0"))
-    script.feed(m.on_gone(script.membership, "a-w0"))
+    script.feed(on_caught_up(script.membership, "b-w0"))
+    script.feed(on_gone(script.membership, "a-w0"))
     again = script.settle()
     assert again is not None
     assert ids(again.members) == ["b-w0", "b-w1"]
@@ -534,7 +555,7 @@ def test_a_host_that_has_caught_up_goes_on_alone() -> None:
 
 def test_when_the_host_with_the_state_is_lost_the_job_ends_and_says_so() -> None:
     script = following(hosts=[Host("a", 1, "life", share=1), Host("b", 2, "other", share=2)])
-    script.feed(m.on_host_lost(script.membership, "a", "silent"))
+    script.feed(on_host_lost(script.membership, "a", "silent"))
     script.settle()
     (stop,) = script.take(Stop)
     assert isinstance(stop, Stop)
@@ -543,7 +564,7 @@ def test_when_the_host_with_the_state_is_lost_the_job_ends_and_says_so() -> None
 
 def test_who_leaves_first_when_all_do_is_a_member_and_no_follower() -> None:
     script = following()
-    script.feed(m.on_stop(script.membership, Stop("asked to")))
+    script.feed(on_stop(script.membership, Stop("asked to")))
     left = script.settle()
     assert left is not None
     assert ids(left.leavers) == ["a-w0", "b-w0"]
@@ -553,10 +574,10 @@ def test_a_follower_that_is_to_leave_is_a_leaver() -> None:
     script = Script(max_size=8, target=1)
     script.come("a-w0")
     script.settle()
-    script.feed(m.on_join(script.membership, "b-w0", "b", script.now))
-    script.feed(m.on_ready(script.membership, "b-w0", follows=True))
+    script.feed(on_join(script.membership, "b-w0", "b", script.now))
+    script.feed(on_ready(script.membership, "b-w0", follows=True))
     script.settle()
-    script.feed(m.on_leave(script.membership, "b-w0"))
+    script.feed(on_leave(script.membership, "b-w0"))
     left = script.settle()
     assert left is not None
     assert (ids(left.members), ids(left.leavers), left.fault) == (["a-w0"], ["b-w0"], False)
@@ -568,7 +589,7 @@ class AnySequence(RuleBasedStateMachine):
     @initialize(min_size=st.integers(1, 3), more=st.integers(0, 3), room=st.integers(0, 3), begun=st.booleans())
     def begin(self, min_size: int, more: int, room: int, begun: bool) -> None:
         target = min_size + more
-        self.membership = m.found(min_size, target + room, target, Timeouts(10.0))
+        self.membership = found(min_size, target + room, target, Timeouts(10.0))
         self.now = 0.0
         self.published: list[Generation] = []
         self.gone: set[str] = set()
@@ -582,7 +603,7 @@ class AnySequence(RuleBasedStateMachine):
             self.settle()
             assert len(self.published) == 1
 
-    def feed(self, outcome: m.Outcome) -> None:
+    def feed(self, outcome: Outcome) -> None:
         self.membership, instructions = outcome
         for instruction in instructions:
             if isinstance(instruction, Bye):
@@ -597,7 +618,7 @@ class AnySequence(RuleBasedStateMachine):
     @precondition(lambda self: self.count < 12)
     @rule(launched=st.booleans(), host=st.sampled_from(["here", "there", "elsewhere"]))
     def join(self, launched: bool, host: str) -> None:
-        self.feed(m.on_join(self.membership, f"w{self.count}", host, self.now, launched=launched))
+        self.feed(on_join(self.membership, f"w{self.count}", host, self.now, launched=launched))
         self.count += 1
 
     @precondition(lambda self: self.count < 12)
@@ -605,12 +626,12 @@ class AnySequence(RuleBasedStateMachine):
     def arrive(self, host: str = "here", follows: bool = False) -> None:
         worker_id = f"w{self.count}"
         self.join(launched=True, host=host)
-        self.feed(m.on_ready(self.membership, worker_id, follows))
+        self.feed(on_ready(self.membership, worker_id, follows))
 
     @precondition(lambda self: self.membership.in_state(State.FOLLOWING))
     @rule(data=st.data())
     def catch_up(self, data: st.DataObject) -> None:
-        self.feed(m.on_caught_up(self.membership, self.some(data, State.FOLLOWING)))
+        self.feed(on_caught_up(self.membership, self.some(data, State.FOLLOWING)))
 
     @rule(data=st.data())
     def join_again(self, data: st.DataObject) -> None:
@@ -619,7 +640,7 @@ class AnySequence(RuleBasedStateMachine):
             slot = self.slot_of(worker_id)
             known = self.membership.worker(worker_id)
             assert known is not None
-            self.feed(m.on_join(self.membership, worker_id, known.member.host, self.now, self.membership.number))
+            self.feed(on_join(self.membership, worker_id, known.member.host, self.now, self.membership.number))
             assert self.slot_of(worker_id) == slot
 
     def slot_of(self, worker_id: str) -> int:
@@ -630,18 +651,18 @@ class AnySequence(RuleBasedStateMachine):
     @precondition(lambda self: self.membership.in_state(State.JOINING))
     @rule(data=st.data())
     def ready(self, data: st.DataObject) -> None:
-        self.feed(m.on_ready(self.membership, self.some(data, State.JOINING)))
+        self.feed(on_ready(self.membership, self.some(data, State.JOINING)))
 
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
-        self.feed(m.on_leave(self.membership, self.some(data)))
+        self.feed(on_leave(self.membership, self.some(data)))
 
     @precondition(lambda self: self.membership.in_state(State.LEAVING))
     @rule(data=st.data(), behind=st.integers(0, 1))
     def parked(self, data: st.DataObject, behind: int) -> None:
         worker_id = self.some(data, State.LEAVING)
         before = set(self.byes)
-        self.feed(m.on_parked(self.membership, worker_id, self.membership.number - behind))
+        self.feed(on_parked(self.membership, worker_id, self.membership.number - behind))
         if self.byes != before:
             assert behind == 0
             assert self.published[-1].leaves(worker_id)
@@ -654,7 +675,7 @@ class AnySequence(RuleBasedStateMachine):
         listed = bool(self.published) and self.published[-1].lists(worker_id)
         if (worker_id in self.became_member or listed) and worker_id not in self.byes:
             self.owed.add(worker_id)
-        self.feed(m.on_gone(self.membership, worker_id))
+        self.feed(on_gone(self.membership, worker_id))
         self.gone.add(worker_id)
 
     @rule(data=st.data())
@@ -665,18 +686,18 @@ class AnySequence(RuleBasedStateMachine):
     @precondition(lambda self: self.published)
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
-        self.feed(m.on_finished(self.membership, self.some(data)))
+        self.feed(on_finished(self.membership, self.some(data)))
 
     @rule(data=st.data())
     def scale(self, data: st.DataObject) -> None:
         target = data.draw(st.integers(self.membership.min_size, self.membership.max_size))
-        self.feed(m.on_scale(self.membership, target))
+        self.feed(on_scale(self.membership, target))
 
     @rule(data=st.data(), passed_s=st.floats(0.0, 6.0))
     def tick(self, data: st.DataObject, passed_s: float) -> None:
         self.now += passed_s
-        self.feed(m.on_waiting(self.membership, self.some(data), [self.some(data)], self.now))
-        self.feed(m.on_tick(self.membership, self.now))
+        self.feed(on_waiting(self.membership, self.some(data), [self.some(data)], self.now))
+        self.feed(on_tick(self.membership, self.now))
 
     @rule()
     def restart(self) -> None:
@@ -689,7 +710,7 @@ class AnySequence(RuleBasedStateMachine):
         able = self.membership.in_state(State.WARM, State.FOLLOWING, State.MEMBER)
         warm = {worker.worker_id for worker in able}
         before: Membership = self.membership
-        self.membership, instructions = m.settle(self.membership)
+        self.membership, instructions = settle(self.membership)
         self.byes |= {each.worker_id for each in instructions if isinstance(each, Bye)}
         generations = [each.generation for each in instructions if isinstance(each, Publish)]
         if not generations:
@@ -709,7 +730,7 @@ class AnySequence(RuleBasedStateMachine):
         behind = [
             it
             for it in generation.followers
-            if not (found := self.membership.worker(it.worker_id)) or not found.caught_up
+            if not (known := self.membership.worker(it.worker_id)) or not known.caught_up
         ]
         assert len({it.host for it in behind}) == len(behind)
         assert not {it.host for it in behind} & homes
@@ -735,13 +756,13 @@ TestAnySequence = AnySequence.TestCase
 
 
 def test_workers_that_are_leaving_do_not_count_when_more_are_asked_for() -> None:
-    membership = m.found(1, 8, 3)
+    membership = found(1, 8, 3)
     for worker_id in ("w0", "w1", "w2"):
-        membership, _ = m.on_join(membership, worker_id, "here", 0.0, launched=True)
-        membership, _ = m.on_ready(membership, worker_id)
-    membership, _ = m.settle(membership)
-    membership, shrinking = m.on_scale(membership, 1)
+        membership, _ = on_join(membership, worker_id, "here", 0.0, launched=True)
+        membership, _ = on_ready(membership, worker_id)
+    membership, _ = settle(membership)
+    membership, shrinking = on_scale(membership, 1)
     assert [each for each in shrinking if isinstance(each, Excuse)] == [Excuse("w2"), Excuse("w1")]
-    membership, growing = m.on_scale(membership, 3)
+    membership, growing = on_scale(membership, 3)
     (target,) = (each for each in growing if isinstance(each, SetTarget))
     assert (target.target, target.number) == (3, 2)  # beside those who are excused

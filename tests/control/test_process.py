@@ -12,7 +12,7 @@ from pathlib import Path
 
 from shoal.control import commands
 from shoal.control.client import Client, Progress
-from shoal.control.membership import found
+from shoal.control.membership.values import found
 from shoal.control.rundir import RunDir
 from shoal.control.serve import EmbeddedCoordinator
 from shoal.control.timeouts import Timeouts

@@ -11,7 +11,7 @@ import pytest
 
 from shoal import errors
 from shoal.control import prometheus
-from shoal.control.membership import found
+from shoal.control.membership.values import found
 from shoal.control.rundir import RunDir
 from shoal.control.serve import EmbeddedCoordinator
 

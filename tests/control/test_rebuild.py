@@ -8,16 +8,21 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from shoal.control import membership as m
 from shoal.control.generation import Generation, Member
 from shoal.control.hosts import Host
 from shoal.control.instructions import Bye, Excuse, Fence, Heeded, Log, Publish, SetTarget, Stop
 from shoal.control.journal import from_json, to_json
-from shoal.control.membership import Membership, State
+from shoal.control.membership.failures import on_failed
+from shoal.control.membership.finishing import on_stop
+from shoal.control.membership.hosts import on_roster
+from shoal.control.membership.settling import settle
+from shoal.control.membership.target import on_scale, on_wish
+from shoal.control.membership.values import Membership, Outcome, State, found
+from shoal.control.membership.workers import on_gone, on_join, on_leave, on_parked, on_ready
 from shoal.control.rebuild import Report, Roster, rebuild
 from shoal.control.timeouts import Timeouts
 
-FOUNDING = m.found(1, 4, 2, Timeouts(10.0))
+FOUNDING = found(1, 4, 2, Timeouts(10.0))
 
 
 @dataclass
@@ -47,9 +52,9 @@ class World:
     target: SetTarget | None = None
     deaf: set[str] = field(default_factory=set)  # what is told to them now does not arrive
 
-    def feed(self, outcome: m.Outcome) -> None:
+    def feed(self, outcome: Outcome) -> None:
         self.membership, instructions = outcome
-        self.membership, more = m.settle(self.membership)
+        self.membership, more = settle(self.membership)
         for told in (*instructions, *more):
             if isinstance(told, Publish):
                 for member in (*told.generation.members, *told.generation.leavers):
@@ -70,7 +75,7 @@ class World:
         if len([worker for worker in active if worker.worker_id in self.live]) >= self.membership.target:
             return  # the launcher starts no more than it was told to
         worker_id = f"w{len(self.slots)}"
-        self.membership, _ = m.on_join(self.membership, worker_id, "here", 0.0, launched=True)
+        self.membership, _ = on_join(self.membership, worker_id, "here", 0.0, launched=True)
         worker = self.membership.worker(worker_id)
         assert worker is not None
         self.live[worker_id] = Process(worker_id, worker.member.slot)
@@ -80,27 +85,27 @@ class World:
         if action == "start":
             self.start()
         elif action == "scale":
-            self.feed(m.on_scale(self.membership, 1 + number % 4))
+            self.feed(on_scale(self.membership, 1 + number % 4))
         elif self.live:
             process = self.live[sorted(self.live)[number % len(self.live)]]
             getattr(self, action)(process)
 
     def ready(self, process: Process) -> None:
         process.ready = True
-        self.feed(m.on_ready(self.membership, process.worker_id))
+        self.feed(on_ready(self.membership, process.worker_id))
 
     def leave(self, process: Process) -> None:
         process.leaves = True
-        self.feed(m.on_leave(self.membership, process.worker_id))
+        self.feed(on_leave(self.membership, process.worker_id))
 
     def park(self, process: Process) -> None:
         if process.newest is not None and process.newest.leaves(process.worker_id):
             process.parked = process.newest.number
-            self.feed(m.on_parked(self.membership, process.worker_id, process.parked))
+            self.feed(on_parked(self.membership, process.worker_id, process.parked))
 
     def die(self, process: Process) -> None:
         del self.live[process.worker_id]
-        self.feed(m.on_gone(self.membership, process.worker_id))
+        self.feed(on_gone(self.membership, process.worker_id))
 
     def die_unheard(self, process: Process) -> None:
         del self.live[process.worker_id]
@@ -117,19 +122,19 @@ class World:
 
     def come_back(self, membership: Membership) -> Membership:
         """As after any restart: the launcher and every worker say again what they have to say."""
-        membership, _ = m.on_roster(membership, Host("here"), tuple(self.live))
+        membership, _ = on_roster(membership, Host("here"), tuple(self.live))
         for worker_id in self.live:
-            membership, _ = m.on_join(membership, worker_id, "here", 0.0, launched=True)
+            membership, _ = on_join(membership, worker_id, "here", 0.0, launched=True)
         for process in self.live.values():
             known = 0 if process.newest is None else process.newest.number
-            membership, told = m.on_join(membership, process.worker_id, "here", 0.0, known, process.slot)
+            membership, told = on_join(membership, process.worker_id, "here", 0.0, known, process.slot)
             assert not any(isinstance(each, Fence) for each in told)
             if process.ready:
-                membership, _ = m.on_ready(membership, process.worker_id)
+                membership, _ = on_ready(membership, process.worker_id)
             if process.leaves:
-                membership, _ = m.on_leave(membership, process.worker_id)
-            membership, _ = m.on_parked(membership, process.worker_id, process.parked)
-        return m.settle(membership)[0]
+                membership, _ = on_leave(membership, process.worker_id)
+            membership, _ = on_parked(membership, process.worker_id, process.parked)
+        return settle(membership)[0]
 
 
 ACTIONS = ["start", "start", "ready", "ready", "leave", "park", "park", "die", "scale", "die_unheard"]
@@ -207,8 +212,8 @@ def test_a_leaver_a_member_a_newcomer_and_one_that_was_let_go_come_back_as_that(
 def test_a_number_that_only_the_event_log_knows_is_not_used_again() -> None:
     _, reports = trio()
     membership, _ = rebuild(FOUNDING, reports, [], {}, 9, 0.0)
-    membership, _ = m.on_gone(membership, "w1", "signal 9")
-    membership, (publish,) = m.settle(membership)
+    membership, _ = on_gone(membership, "w1", "signal 9")
+    membership, (publish,) = settle(membership)
     assert isinstance(publish, Publish)
     assert (publish.generation.number, publish.generation.fault) == (10, True)
 
@@ -240,7 +245,7 @@ def test_a_silent_worker_keeps_the_slot_that_the_event_log_knows() -> None:
     worker = membership.worker("w4")
     assert worker is not None
     assert (worker.state, worker.member.slot) == (State.JOINING, 5)
-    _, told = m.on_join(membership, "w4", "here", 0.0, slot=5)
+    _, told = on_join(membership, "w4", "here", 0.0, slot=5)
     assert not told
 
 
@@ -248,7 +253,7 @@ def test_a_silent_worker_keeps_the_slot_that_the_event_log_knows() -> None:
 def test_a_worker_that_comes_back_with_a_slot_that_is_anothers_is_fenced(worker_id: str) -> None:
     _, reports = trio()
     membership, _ = rebuild(FOUNDING, reports, [], {}, 0, 0.0)
-    _, told = m.on_join(membership, worker_id, "here", 0.0, slot=2)
+    _, told = on_join(membership, worker_id, "here", 0.0, slot=2)
     assert Fence(worker_id) in told
 
 
@@ -258,31 +263,31 @@ def test_a_worker_that_comes_back_with_a_slot_that_is_anothers_is_fenced(worker_
 def running() -> Membership:
     membership = FOUNDING
     for worker_id in ("w0", "w1"):
-        membership, _ = m.on_join(membership, worker_id, "here", 0.0, launched=True)
-        membership, _ = m.on_ready(membership, worker_id)
-    return m.settle(membership)[0]
+        membership, _ = on_join(membership, worker_id, "here", 0.0, launched=True)
+        membership, _ = on_ready(membership, worker_id)
+    return settle(membership)[0]
 
 
 def test_a_wish_counts_once_and_is_acknowledged_each_time() -> None:
-    membership, _ = m.on_wish(running(), "w0", 1, 1, relative=True)
+    membership, _ = on_wish(running(), "w0", 1, 1, relative=True)
     assert membership.target == 3
     membership = from_json(to_json(membership), 0.0)
-    again, told = m.on_wish(membership, "w0", 1, 1, relative=True)
+    again, told = on_wish(membership, "w0", 1, 1, relative=True)
     assert (again, told) == (membership, [Heeded("w0", 1)])
-    assert m.on_wish(membership, "w1", 1, 1, relative=True)[0].target == 4
+    assert on_wish(membership, "w1", 1, 1, relative=True)[0].target == 4
 
 
 @pytest.mark.parametrize("ends_job", [True, False])
 def test_a_failure_counts_once(ends_job: bool) -> None:
-    membership, told = m.on_failed(running(), "w0", "ValueError", "bad", "Traceback", ends_job=ends_job)
+    membership, told = on_failed(running(), "w0", "ValueError", "bad", "Traceback", ends_job=ends_job)
     assert next(each.kind for each in told if isinstance(each, Log)) == "failed"
     membership = from_json(to_json(membership), 0.0)
     assert (membership.stopping == Stop("w0 failed: ValueError: bad", True, "ValueError")) == ends_job
-    assert m.on_failed(membership, "w0", "ValueError", "bad", "Traceback", ends_job=ends_job) == (membership, [])
+    assert on_failed(membership, "w0", "ValueError", "bad", "Traceback", ends_job=ends_job) == (membership, [])
 
 
 def test_a_launcher_that_is_back_hears_target_stop_fences_and_excuses() -> None:
-    membership, _ = m.on_stop(running(), Stop("asked to"))
-    membership, told = m.on_roster(from_json(to_json(membership), 0.0), Host("here"), ["w0", "w1"])
+    membership, _ = on_stop(running(), Stop("asked to"))
+    membership, told = on_roster(from_json(to_json(membership), 0.0), Host("here"), ["w0", "w1"])
     assert told == [Excuse("w0"), Excuse("w1"), SetTarget(2, finishing=True), Stop("asked to")]
-    assert m.on_stop(membership, Stop("again")) == (membership, [])
+    assert on_stop(membership, Stop("again")) == (membership, [])

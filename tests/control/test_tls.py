@@ -17,7 +17,7 @@ from cryptography import x509
 from shoal import cli
 from shoal.control import certificates, commands, tls
 from shoal.control.client import Client, Progress
-from shoal.control.membership import found
+from shoal.control.membership.values import found
 from shoal.control.rundir import RunDir
 from shoal.control.serve import EmbeddedCoordinator
 from shoal.control.timeouts import Timeouts

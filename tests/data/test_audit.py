@@ -95,6 +95,7 @@ NEWEST = 1_000_000
 def test_a_job_without_faults_is_clean(tmp_path: Path) -> None:
     report = audit(written(tmp_path, trained(PASS, [3, 1, 4]), PASS), NEWEST)
     assert report == AuditReport(21, 150, 0, 0, 0, 0, [])
+    assert report.epoch == 2
     assert report.clean
     assert str(report) == "audit: 0 lost, 0 repeated, 0 skipped (21 steps, 150 samples, 0 steps redone)"
 

@@ -13,17 +13,22 @@ import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch._C import _set_worker_pids
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from shoal.data import ledger
 from shoal.data.batches import Fetched, Loader
 from shoal.data.ledger import Cursor, Pass
+from shoal.data.loader_processes import LoaderProcesses
 from shoal.errors import DataUnusable, LoaderLost, SettingsContradict
 
 PASS = Pass(
@@ -403,6 +408,65 @@ def test_a_loader_process_killed_while_nobody_waits_for_it_is_an_error_in_the_ne
         assert exits_within([pid], lambda: os.kill(pid, signal.SIGKILL), timeout_s=20)
         with pytest.raises(LoaderLost, match=f"loader process {pid} ended with SIGKILL"):
             then(loader)
+
+
+@contextmanager
+def watching() -> Iterator[tuple[LoaderProcesses, BaseProcess]]:
+    """Those of a loader that has one, which waits for ever."""
+    process = multiprocessing.get_context("fork").Process(target=signal.pause)
+    process.start()
+    before, processes = signal.getsignal(signal.SIGCHLD), LoaderProcesses("pass 0")
+    try:
+        iterator = SimpleNamespace(_workers=[process])
+        _set_worker_pids(id(iterator), (process.pid,))
+        processes.take_over(iterator)
+        assert processes.watched(lambda: 1) == 1  # from here on a signal tells
+        yield processes, process
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+        process.kill()
+        process.join()
+
+
+def instructions_of(call: Callable[[], object], at: int, act: Callable[[], None]) -> int:
+    """How many instructions of Python code the call is; with the one of that number, `act` comes in between."""
+    passed = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal passed
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            passed += 1
+            if passed == at:
+                act()
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return passed
+
+
+def test_a_loader_process_killed_at_any_instruction_is_the_same_error_there_or_in_the_next_call() -> None:
+    def dies(process: BaseProcess) -> None:
+        process.kill()
+        os.waitid(os.P_PID, process.pid or 0, os.WEXITED | os.WNOWAIT)  # the signal is there with it
+
+    def dies_in_the_first_of_two(processes: LoaderProcesses, process: BaseProcess, instruction: int) -> None:
+        instructions_of(lambda: processes.watched(lambda: 1), instruction, partial(dies, process))
+        processes.watched(lambda: 1)
+
+    with watching() as (processes, process):
+        number = instructions_of(lambda: processes.watched(lambda: 1), 0, lambda: None)
+    assert number > 20
+    for instruction in range(1, number + 1):
+        with watching() as (processes, process):
+            lost = f"pass 0: loader process {process.pid} ended with SIGKILL"
+            with pytest.raises(LoaderLost, match=lost):
+                dies_in_the_first_of_two(processes, process, instruction)
 
 
 entered = False

@@ -67,7 +67,7 @@ def test_more_that_comes_while_some_is_left_is_read_ahead_again(loader: Loader) 
     loader.add(0, 4, 40)
     assert loader.next() is not None
     if loader.depth:
-        assert in_flight(loader._fetched) == loader.depth
+        assert in_flight(loader._processes._iterator) == loader.depth
     assert len(drained(loader)) == 9
 
 

@@ -338,6 +338,24 @@ def leased_steps(worker: shoal.Worker) -> None:
     )
 
 
+def neighbors(worker: shoal.Worker) -> None:
+    """Averages with neighbors, until there is a file `go`; then for as many epochs as are asked for."""
+    net = model(Case(""))
+    inner = shoal.Neighbor(sys.argv[4], order="awc" if sys.argv[5] == "awc" else "atc")
+    sync = shoal.LocalSGD(inner, every=4) if sys.argv[5] == "local" else inner
+    worker.attach(net, torch.optim.SGD(net.parameters(), lr=0.05), sync=sync)
+    samples, losses = data(Case("")), list[float]()
+    for epochs in (1_000_000, int(sys.argv[3])):
+        for batch in worker.batches(samples, batch_size=10, epochs=epochs):
+            loss = loss_of(net, batch)
+            worker.step(loss)
+            losses.append(loss.item())
+            if epochs == 1_000_000 and (OUT / "go").exists():
+                break
+    flat = torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
+    write(worker, {"values": flat.tolist(), "losses": losses})
+
+
 def leased_global(worker: shoal.Worker) -> None:
     """Asks for what only lockstep has."""
     net = model(Case(""))

@@ -15,7 +15,7 @@ import pytest
 import shoal
 from shoal import errors
 from shoal.control import commands
-from shoal.control.coordinator import Coordinator
+from shoal.control.coordinator.server import Coordinator
 from shoal.control.environment import COORDINATOR_PLUGIN
 from shoal.control.rundir import RunDir
 from shoal.testing import LocalJob

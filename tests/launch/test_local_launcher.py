@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import textwrap
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import pytest
 
 from shoal import errors
 from shoal.control.environment import WorkerEnvironment
-from shoal.launch.launcher import Exit, Failure
+from shoal.launch.exits import Exit, Failure
 from shoal.launch.local import HeldMemory, LocalLauncher
 
 DEADLINE_S = 60.0
@@ -25,7 +25,9 @@ DEADLINE_S = 60.0
 class Watched:
     """A launcher whose callbacks can be awaited."""
 
-    def __init__(self, directory: Path, script: str, memory_limit_bytes: int | None) -> None:
+    def __init__(
+        self, directory: Path, script: str, memory_limit_bytes: int | None, env: Mapping[str, str] | None
+    ) -> None:
         self.directory = directory
         path = directory / "script.py"
         path.write_text(textwrap.dedent(script))
@@ -37,6 +39,7 @@ class Watched:
             ["--lr", "0.1"],
             directory,
             memory_limit_bytes=memory_limit_bytes,
+            env=env or {},
             on_exit=lambda exit: self._exit(exit.worker_id).set_result(exit),
             on_failure=self.failures.append,
             on_lost=self.lost.set_result,
@@ -68,8 +71,10 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 @asynccontextmanager
-async def launching(directory: Path, script: str, memory_limit_bytes: int | None = None) -> AsyncIterator[Watched]:
-    watched = Watched(directory, script, memory_limit_bytes)
+async def launching(
+    directory: Path, script: str, memory_limit_bytes: int | None = None, env: Mapping[str, str] | None = None
+) -> AsyncIterator[Watched]:
+    watched = Watched(directory, script, memory_limit_bytes, env)
     try:
         await watched.launcher.open()
         yield watched
@@ -82,6 +87,24 @@ WAITS = """
     print("waiting")
     signal.pause()
 """
+
+
+@pytest.mark.parametrize(("asked", "given"), [({}, "1"), ({"OPENBLAS_NUM_THREADS": "2"}, "2")])
+def test_worker_has_as_many_threads_of_numpy_as_were_asked_for(tmp_path, asked, given):
+    script = """
+        import os, numpy
+        numpy.ones((600, 600)) @ numpy.ones((600, 600))
+        print(os.environ["OPENBLAS_NUM_THREADS"])
+    """
+
+    async def go():
+        async with launching(tmp_path, script, env=asked) as watched:
+            for worker_id in ("w0", "w1"):
+                await watched.start(worker_id)
+                assert await watched.exited(worker_id) == Exit(worker_id, exit_code=0)
+                assert watched.log(worker_id) == f"{given}\n"
+
+    asyncio.run(go())
 
 
 def test_worker_gets_its_arguments_environment_log_and_one_thread(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import signal
@@ -13,7 +14,9 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
+from uuid import uuid4
 
 import psutil
 import pytest
@@ -22,12 +25,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shoal
+from shoal import errors
 from shoal.cli import main
 from shoal.control import commands
 from shoal.control.rundir import RunDir
+from shoal.control.timeouts import Timeouts
 from shoal.data.audit import audit
-from shoal.launch.hosts import parse_hosts, parse_lines
+from shoal.launch import session
+from shoal.launch.fleet import Fleet
+from shoal.launch.hosts import HostSpec, parse_hosts, parse_lines
 from shoal.launch.relaunch import CoolDown
+from shoal.launch.remote import Reach, RemoteHost, Told
+from shoal.launch.screen import Screen
+from shoal.launch.settings import JobSettings
+from shoal.launch.tasks import Tasks
 from shoal.metrics import read_events, write_end
 from shoal.testing.faults import lose_journal
 
@@ -46,7 +57,8 @@ LEASED = """
     def main(worker):
         model = torch.nn.Linear(2, 1)
         worker.attach(model, torch.optim.SGD(model.parameters(), lr=0.01), sync=shoal.Independent(lockstep=False))
-        print("on", os.environ["SHOAL_HOST"], "at", os.environ["SHOAL_ADDRESS"])
+        print("on", worker.host, "at", os.environ["SHOAL_ADDRESS"])
+        print(worker.id, "has", os.environ.get("DATA"), "and", os.environ["SHOAL_DEVICE"])
         data = torch.utils.data.TensorDataset(torch.randn(640, 2), torch.randn(640, 1))
         while True:
             for x, y in worker.batches(data, batch_size=8, epochs=1):
@@ -57,6 +69,7 @@ LEASED = """
 
     shoal.run(main)
 """
+LOCKSTEP = LEASED.replace(", sync=shoal.Independent(lockstep=False)", "")
 
 
 def until(holds: Callable[[], bool], explain: Callable[[], str] = str) -> None:
@@ -130,6 +143,11 @@ class Run:
         report = audit(self.dir / "audit", None if committed is None else committed.seq)
         assert report.clean, str(report)
 
+    def interrupt(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+        self.ended(130)
+        assert (report := audit(self.dir / "audit", None)).clean, str(report)
+
     def ended(self, code: int) -> None:
         assert self.process.wait(DEADLINE_S) == code, self.printed()
         until(lambda: not processes_in(self.directory), lambda: str(processes_in(self.directory)))
@@ -182,6 +200,8 @@ def ssh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
 def test_ctrl_c_lets_the_workers_of_every_host_finish_their_step_and_leave(tmp_path: Path) -> None:
     with running(tmp_path, "-H", "localhost/a:1,localhost/b:1") as run:
         run.has_on(a=1, b=1)
+        with pytest.raises(errors.SettingsContradict, match="cannot scale to 5: the hosts of the job have 2 slots"):
+            commands.scale(RunDir(run.dir), 5)
         run.process.send_signal(signal.SIGINT)
         run.ended(128 + signal.SIGINT)
     assert {event["worker_id"] for event in run.events("left")} == {"a-w0", "b-w0"}
@@ -204,12 +224,46 @@ def test_a_host_whose_launcher_is_killed_loses_its_workers_and_comes_back(tmp_pa
 
 
 @needs_sshd
-def test_a_job_over_ssh_ends_with_nothing_left_on_either_host(tmp_path: Path, ssh: list[str]) -> None:
-    with running(tmp_path, "-H", "server1:1,server2:1", *ssh) as run:
+def test_a_job_over_ssh_has_the_variables_it_names_and_ends_with_nothing_left_on_either_host(
+    tmp_path: Path, ssh: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = f"secret={uuid4()}"
+    monkeypatch.setenv("DATA", secret)
+    with running(tmp_path, "-H", "server1:1,server2:1", "--env", "DATA", *ssh) as run:
         run.has_on(server1=1, server2=1)
+        assert clients_of(run)
+        assert not [process for process in psutil.process_iter(["cmdline"]) if secret in str(process.info["cmdline"])]
         run.finish()
     assert "server2-w0 | on server2 at 127.0.0.1" in run.printed()
+    assert f"server2-w0 | server2-w0 has {secret}" in run.printed()
+    assert "its launcher ended" not in run.printed()
     assert run.printed().rstrip().split("\n")[-1].startswith("audit: 0 lost, 0 repeated")
+
+
+@pytest.mark.slow
+def test_a_job_that_goes_on_has_the_same_variables_and_says_that_it_begins_anew(tmp_path: Path) -> None:
+    with running(tmp_path, "-n", "1", "--env", "DATA=given") as run:
+        run.until(lambda: run.members() == ["w0"])
+        run.process.kill()
+        until(lambda: not processes_in(tmp_path))
+        (tmp_path / "enough").touch()
+        with open(tmp_path / "resumed", "w") as output:
+            assert run.start("resume", "run", output=output).wait(DEADLINE_S) == 0
+    lines = (tmp_path / "resumed").read_text().split("\n")
+    assert "no checkpoint: the job begins anew" in lines
+    assert "w1 | w1 has given and auto" in lines
+
+
+def test_a_host_with_a_directory_of_its_own_keeps_no_variable_of_the_job_on_its_disk(tmp_path: Path) -> None:
+    secret = f"secret={uuid4()}"
+    (tmp_path / "script.py").touch()
+    settings = asdict(JobSettings(str(tmp_path / "script.py"), env={"DATA": secret}))
+    with session.host(Told("a", 1, "127.0.0.1:1", "token", {}, str(tmp_path / "run"), settings)) as here:
+        assert not here.shared
+        assert here.settings.env == {"DATA": secret}
+        written = [path.read_text() for path in here.run_dir.path.rglob("*") if path.is_file()]
+    assert written
+    assert not any(secret in text for text in written)
 
 
 @pytest.mark.slow
@@ -297,7 +351,8 @@ def alive(process: psutil.Process) -> bool:
 
 @pytest.mark.slow
 def test_a_host_joins_by_hand_and_leaves_with_ctrl_c_while_the_job_goes_on(tmp_path: Path) -> None:
-    with running(tmp_path, "-n", "1", "--address", "127.0.0.1", "--budget", "2") as run:
+    options = ("--address", "127.0.0.1", "--budget", "2", "--env", "DATA=given", "--device", "cpu")
+    with running(tmp_path, "-n", "1", *options) as run:
         run.until(lambda: run.members() == ["w0"])
         words = ("join", str(run.dir / "invitation"), "--slots", "2", "--host-name", "spare")
         with open(tmp_path / "joined", "w") as output:
@@ -309,6 +364,7 @@ def test_a_host_joins_by_hand_and_leaves_with_ctrl_c_while_the_job_goes_on(tmp_p
         finally:
             joined.kill()
             joined.wait()
+        assert "spare-w0 | spare-w0 has given and cpu" in (tmp_path / "joined").read_text()
         run.until(lambda: run.members() == ["w0"])
         assert commands.status(RunDir(run.dir))["target"] == 1
         assert not run.events("lost")
@@ -316,22 +372,113 @@ def test_a_host_joins_by_hand_and_leaves_with_ctrl_c_while_the_job_goes_on(tmp_p
 
 
 @pytest.mark.slow
-def test_hosts_that_a_script_discovers_are_used_followed_and_let_go(tmp_path: Path) -> None:
-    listed = tmp_path / "listed"
-    listed.write_text("localhost/a:1\n")
-    script = tmp_path / "discover"
-    script.write_text(f"#!/bin/sh\ncat {listed}\n")
-    script.chmod(0o755)
-    with running(tmp_path, "--discover", str(script), "--budget", "1") as run:
+def test_hosts_that_a_script_discovers_are_used_followed_and_let_go(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    listed, script = discovered(tmp_path, "localhost/a:1\n")
+    with running(tmp_path, "--discover", str(script), "--budget", "1", script=LOCKSTEP) as run:
         run.has_on(a=1)
         write(listed, "localhost/a:1\nlocalhost/b:2\n")
         run.has_on(a=1, b=2)
         write(listed, "localhost/b:1\n")
         run.has_on(b=1)
+        with pytest.raises(SystemExit, match="0"):
+            main(["scale", str(run.dir), "3"])
+        assert "3 workers wanted; its hosts have 1 slot, more come with other hosts" in capsys.readouterr().out
         write(listed, "nonsense:x\n")
         run.until(lambda: "'nonsense:x' is not a host and its slots" in run.printed())
+        write(listed, "")
+        run.until(lambda: "b is gone from the list of hosts; it stays until another has the state" in run.printed())
+        write(listed, "localhost/c:1\nlocalhost/d:1\n")
+        run.has_on(c=1, d=1)
         assert not run.events("lost")
-        run.finish()
+        run.interrupt()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("workers", "before", "after"),
+    [
+        ("2", {"a": 2}, {"c": 2}),
+        ("2", {"a": 1, "b": 1}, {"c": 1, "d": 1}),
+        ("2:2", {"a": 1, "b": 1}, {"c": 1, "d": 1}),
+        ("1:1", {"a": 1}, {"c": 1}),
+    ],
+)
+def test_all_discovered_hosts_change_at_once_and_as_many_workers_train_on(
+    tmp_path: Path, workers: str, before: dict[str, int], after: dict[str, int]
+) -> None:
+    def lines(slots: dict[str, int]) -> str:
+        return "".join(f"localhost/{name}:{number}\n" for name, number in slots.items())
+
+    listed, script = discovered(tmp_path, lines(before))
+    with running(tmp_path, "--discover", str(script), "-n", workers, "--budget", "1", script=LOCKSTEP) as run:
+        run.has_on(**before)
+        write(listed, lines(after))
+        run.has_on(**after)
+        assert commands.status(RunDir(run.dir))["target"] == sum(after.values())
+        assert not run.events("lost")
+        run.interrupt()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("workers", "lines"),
+    [("1:2", "localhost/a:1\nfar:1\n"), ("2", "far:1\nlocalhost/a:1\n")],
+    ids=["the slots count", "so many are wanted"],
+)
+def test_a_job_begins_without_a_host_that_is_gone_from_the_list_before_it_has_come(
+    tmp_path: Path, workers: str, lines: str
+) -> None:
+    listed, discover = discovered(tmp_path, lines)
+    os.mkfifo(tmp_path / "silence")
+    script(
+        tmp_path / "ssh", f'case "$*" in *-G*) exit;; esac\ntouch {tmp_path}/tried; cat {tmp_path}/silence; exit 255'
+    )
+    options = ("--address", "127.0.0.1", "--ssh", str(tmp_path / "ssh"), "--budget", "1")
+    with running(tmp_path, "--discover", str(discover), "-n", workers, *options, script=LOCKSTEP) as run:
+        run.until((tmp_path / "tried").exists)
+        write(listed, "localhost/a:1\n")
+        run.until(lambda: "far is gone from the list of hosts\n" in run.printed())
+        (tmp_path / "silence").write_text("")
+        run.has_on(a=1)
+        write(listed, "localhost/a:1\nlocalhost/b:1\n")
+        run.has_on(a=1, b=1)
+        run.interrupt()
+    assert "far: " not in run.printed()
+
+
+@pytest.mark.slow
+def test_a_host_whose_slots_change_while_it_is_coming_has_the_newer(tmp_path: Path) -> None:
+    script(
+        tmp_path / "discover",
+        f"if [ -e {tmp_path}/asked ]; then echo localhost/a:2; else touch {tmp_path}/asked; echo localhost/a:1; fi",
+    )
+    with running(tmp_path, "--discover", str(tmp_path / "discover"), "--budget", "1") as run:
+        run.has_on(a=2)
+        run.interrupt()
+
+
+@pytest.mark.slow
+def test_a_job_goes_on_with_the_hosts_that_the_script_names_then(tmp_path: Path) -> None:
+    listed, script = discovered(tmp_path, "localhost/a:1\n")
+    with running(tmp_path, "--discover", str(script), "--budget", "1", script=LOCKSTEP) as run:
+        run.has_on(a=1)
+        run.interrupt()
+        write(listed, "localhost/b:1\n")
+        with open(run.output, "a") as output:
+            run.process = run.start("resume", str(run.dir), output=output)
+        run.has_on(b=1)
+        run.interrupt()
+
+
+def discovered(folder: Path, hosts: str) -> tuple[Path, Path]:
+    """A file with these hosts, and a script that prints it."""
+    listed, script = folder / "listed", folder / "discover"
+    listed.write_text(hosts)
+    script.write_text(f"#!/bin/sh\ncat {listed}\n")
+    script.chmod(0o755)
+    return listed, script
 
 
 def write(path: Path, text: str) -> None:
@@ -404,6 +551,13 @@ MISTAKES = {
     "-H a:1,b:2,a:1": "a is named twice",
     "-H far/a:1": "only hosts on this machine have names of their own",
     "-H -oProxyCommand=x:1": "is not a host and its slots",
+    "-H [::1]:1": "'[::1]:1': IPv6 addresses are not supported yet",
+    "-H fe80::1": "'fe80::1': IPv6 addresses are not supported yet",
+    "-H nowhere.invalid:1 --ssh true": "nowhere.invalid cannot be reached: ",
+    "-H server1:1 --ssh nosuchssh": "--ssh nosuchssh cannot be run: No such file or directory",
+    "--env UNSET": "--env UNSET: it is not set here; set it, or write --env UNSET=VALUE",
+    "--env A-B=hush": "--env A-B is no variable",
+    "--env SHOAL_DIR=here": "what begins with SHOAL_ is shoal's own",
     "-H a:200,b:200": "400 slots in all; a job has 256 at most",
     "-H localhost/a:1 -n 2": "2 workers on 1 slot of localhost/a:1",
     "-H a:1 --hostfile hosts": "give one of them",
@@ -428,6 +582,55 @@ def test_a_mistake_in_the_hosts_is_one_line_and_exit_code_2(
     assert (ended.value.code, out, err.count("\n")) == (2, "", 1)
     assert MISTAKES[options] in err
     assert not Path("shoal-runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("kill -9 $$", "server1: {ssh} was ended by signal 9 (Killed)"),
+        (
+            "echo \"ModuleNotFoundError: No module named 'typer'\" >&2; exit 1",
+            "server1: ModuleNotFoundError: No module named 'typer'; /usr/bin/python3 must be there and have shoal with "
+            "what it needs, see --remote-python",
+        ),
+    ],
+    ids=["killed", "without dependencies"],
+)
+def test_how_the_way_to_a_host_failed_is_said(tmp_path: Path, line: str, wanted: str) -> None:
+    script(tmp_path / "ssh", line)
+    reach = Reach((str(tmp_path / "ssh"),), "/usr/bin/python3")
+    told = Told("server1", 1, "127.0.0.1:1", "token", {}, str(tmp_path), {})
+    remote = RemoteHost(HostSpec("server1", 1, "server1"), told, reach, Timeouts(), Screen(quiet=True))
+    end = asyncio.run(remote.run(lambda: told.address))
+    assert (end.up, str(end.error)) == (False, wanted.format(ssh=tmp_path / "ssh"))
+
+
+class Heard(Screen):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+
+def test_a_host_that_ends_with_the_job_is_not_said_to_be_tried_again(tmp_path: Path) -> None:
+    script(tmp_path / "ssh", f"echo '{{\"up\": 1}}'; touch {tmp_path}/began")
+    told = Told("", 0, "127.0.0.1:1", "token", {}, str(tmp_path), {})
+    fleet = Fleet(
+        (HostSpec("server1", 1, "server1"),), told, Reach((str(tmp_path / "ssh"),)), RunDir(tmp_path), Timeouts()
+    )
+    screen, problems = Heard(), list[errors.ShoalError]()
+
+    async def go() -> None:
+        tasks = Tasks(problems.append)
+        fleet.start(tasks, screen, problems.append)
+        while fleet._remotes or not (tmp_path / "began").exists():
+            await asyncio.sleep(0.01)
+        await fleet.stop(0.0, busy=lambda: False)  # as home does once it has heard of the end, too
+        await tasks.cancel()
+
+    asyncio.run(asyncio.wait_for(go(), DEADLINE_S))
+    assert (screen.lines, problems) == ([], [])
 
 
 def takes_the_place(run_dir: RunDir, capsys: pytest.CaptureFixture[str], address: str = "127.0.0.1") -> str:

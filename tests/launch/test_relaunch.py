@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shoal import errors
-from shoal.launch.launcher import Exit, Failure
+from shoal.launch.exits import Exit, Failure
 from shoal.launch.relaunch import GiveUp, Relaunch, Start, Succession, default_restarts, ends_job
 
 

@@ -172,23 +172,32 @@ class Host:
     def together(workers: Sequence[ThreadWorker], do: Callable[[ThreadWorker], Any]) -> list[Any]:
         """Run `do` for all workers at once; the first problem of any of them is raised here."""
         results: dict[int, Any] = {}
-        problems: list[BaseException] = []
 
         def body(index: int, worker: ThreadWorker) -> None:
-            try:
-                results[index] = do(worker)
-            except BaseException as problem:
-                problems.append(problem)
+            results[index] = do(worker)
 
-        threads = [threading.Thread(target=body, args=(i, one), daemon=True) for i, one in enumerate(workers)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(JOIN_S)
-        if problems:
-            raise problems[0]
-        assert not any(thread.is_alive() for thread in threads), "a worker waits for ever"
+        together(*(partial(body, index, worker) for index, worker in enumerate(workers)))
         return [results[index] for index in range(len(workers))]
+
+
+def together(*bodies: Callable[[], Any]) -> None:
+    """Run all of them at once; the first problem of any is raised here."""
+    problems: list[BaseException] = []
+
+    def guarded(body: Callable[[], Any]) -> None:
+        try:
+            body()
+        except BaseException as problem:
+            problems.append(problem)
+
+    threads = [threading.Thread(target=guarded, args=(body,), daemon=True) for body in bodies]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(JOIN_S)
+    if problems:
+        raise problems[0]
+    assert not any(thread.is_alive() for thread in threads), "a worker waits for ever"
 
 
 def state_of(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from shoal.errors import Changed
 from shoal.sync.allreduce import AllReduce
+from shoal.sync.far_buckets import Tuning
 from shoal.train.attempt import Policy
 from tests.sync.harness import Host, ThreadWorker, state_of
 from tests.sync.test_allreduce import BATCHES, INPUTS, OPTIMIZERS, TARGETS, alone, mean_loss, mlp, same
@@ -371,3 +372,13 @@ def test_checksums_of_hosts_are_alike_and_one_bit_shows_in_the_tensor_that_has_i
     last._arena.planes[0]["exp_avg"][seq & 1].view(torch.int64)[0] ^= 1
     ours, theirs = first.checksums(seq)(), last.checksums(seq)()
     assert [name for name in ours if ours[name] != theirs[name]] == ["optimizer/0.weight/exp_avg"]
+
+
+@pytest.mark.parametrize(("took_ms", "chosen"), [((101, 100, 100, 100), 0), ((110, 103, 101, 100), 2)])
+def test_of_buckets_that_are_as_quick_the_fewest_are_chosen(took_ms: Sequence[int], chosen: int) -> None:
+    tuning = Tuning()
+    while not tuning.settled:
+        candidate = tuning.next()
+        tuning.note(candidate, took_ms[candidate] / 1e3)
+    assert tuning.next() == chosen
+    assert f"in {('1 bucket', '8 buckets', '16 buckets')[chosen]} (" in str(tuning)

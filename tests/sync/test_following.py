@@ -50,23 +50,29 @@ class Withheld:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: list[tuple[int, int]] = []  # slot of whom, and which piece
         self.goes = 0  # so many pieces at once
+        self.released = threading.Event()
         self._held: list[Callable[[], None]] = []
+        self._lock = threading.Lock()  # they are asked for on the wire's thread
         give = Source._give
 
         def withhold(source: Source, group: Any, follower: int, index: int) -> None:
             self.asked.append((group.slot, index))
-            if self.goes > 0:
+            with self._lock:
+                if self.goes <= 0:
+                    self._held.append(lambda: group.far.wire.ask(lambda: give(source, group, follower, index)))
+                    return
                 self.goes -= 1
-                give(source, group, follower, index)
-            else:
-                self._held.append(lambda: group.far.wire.ask(lambda: give(source, group, follower, index)))
+            give(source, group, follower, index)
 
         monkeypatch.setattr(Source, "_give", withhold)
 
     def release(self) -> None:
-        self.goes = 10**6
-        while self._held:
-            self._held.pop()()
+        self.released.set()
+        with self._lock:
+            self.goes = 10**6
+            held, self._held = self._held, []
+        for give in held:
+            give()
 
 
 class Scene:
@@ -291,10 +297,9 @@ def test_sums_that_wait_for_the_copy_are_bounded(tmp_path: Path, monkeypatch: py
     it.train(BATCHES[:2])
     it.begin(follows=True)
     it.train(BATCHES[2:3])
-    timer = threading.Timer(0.3, withheld.release)
-    timer.start()
+    threading.Timer(0.3, withheld.release).start()
     it.train(BATCHES[3:4])
-    assert not timer.is_alive()
+    assert withheld.released.is_set()
     assert it.caught_up.wait(20)
     it.join()
 

@@ -54,7 +54,7 @@ class Workers:
             mine = self.table.chunks_of(slot)
             sums.begin(number, {chunk: totals[host][chunk] for chunk in mine})
             for chunk in mine:
-                sums.give(chunk)
+                sums.give([chunk])
             assert sorted(sums.take()) == mine
 
         threads = [threading.Thread(target=work, args=(slot,)) for slot in self.sums]

@@ -1,0 +1,3 @@
+from shoal.control.serve import main
+
+main()
